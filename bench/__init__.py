@@ -1,0 +1,1 @@
+"""Measurements: every figure in the docs is printed by a module here."""

@@ -1,0 +1,69 @@
+"""The ragged batch every op sees. Knows tensors and shapes; refuses to know requests, drafters or text.
+
+One *row* is one sequence's contribution to a step: a prefill chunk (a causal chain of known tokens), a plain decode
+step (one node) or a draft tree (the root, then its nodes). Words used in shapes: N nodes of all rows together, S rows,
+P pages in the longest row's table, R scored nodes, L layers, Hq query heads, Hkv key/value heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """All tensors of one forward pass. Integers are int32 unless said otherwise; all live on the model's device.
+
+    Node i of row s has logical key index ``kv_lens[s] + i``: its K and V go to slot
+    ``page_table[s, index // page_size] * page_size + index % page_size``, which `slots` spells out.
+    """
+
+    input_ids: torch.Tensor  # [N] token of each node
+    positions: torch.Tensor  # [N] rotary position = kv_lens[row] + depth of the node (a root has depth 0)
+    slots: torch.Tensor  # [N] where the node's K and V are written
+    words: torch.Tensor  # [N] int64; bit j set = node j of the same row is this node or one of its ancestors; 0 in causal rows
+    causal: torch.Tensor  # [S] uint8; 1 = the row is a chain of any length and `words` is not read
+    row_ptr: torch.Tensor  # [S+1] row s owns nodes row_ptr[s]:row_ptr[s+1]
+    page_table: torch.Tensor  # [S, P] page ids, padded with 0
+    kv_lens: torch.Tensor  # [S] keys committed to the store before this step
+    score_rows: torch.Tensor  # [R] node indices whose logits are wanted, ascending
+
+    @property
+    def num_nodes(self) -> int:
+        return self.input_ids.shape[0]
+
+    @property
+    def num_rows(self) -> int:
+        return self.kv_lens.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class KVTensors:
+    """The keys and values of one model over the shared page pool. Same layout on every device.
+
+    K is stored transposed inside a page so that one vector load takes the same channel of a whole page of keys.
+    dtype float32 or bfloat16.
+    """
+
+    k: torch.Tensor  # [L, pages, Hkv, D, page_size]
+    v: torch.Tensor  # [L, pages, Hkv, page_size, D]
+
+    @property
+    def page_size(self) -> int:
+        return self.k.shape[-1]
+
+    @property
+    def num_pages(self) -> int:
+        return self.k.shape[1]
+
+    @staticmethod
+    def allocate(
+        layers: int, pages: int, kv_heads: int, head_dim: int, page_size: int, dtype: torch.dtype, device: str = "cpu"
+    ) -> KVTensors:
+        """Zero-filled store (lazily committed by the system on the CPU)."""
+        return KVTensors(
+            k=torch.zeros(layers, pages, kv_heads, head_dim, page_size, dtype=dtype, device=device),
+            v=torch.zeros(layers, pages, kv_heads, page_size, head_dim, dtype=dtype, device=device),
+        )

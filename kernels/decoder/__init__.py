@@ -1,0 +1,75 @@
+"""decoder: a whole Llama-family decoder stack over the paged store in one call.
+
+Composed of the ops beside it; a native version runs all layers inside one thread team, so that a step pays no Python
+between layers. Promise: the logits of a node depend on its own token path only, bit for bit, never on the row count, the
+tree's shape, the chunking, the slots its keys lie in or the other rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from kernels.batch import KVTensors, StepInputs
+from kernels.linear import Weight
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderShape:
+    """Plain sizes and constants of one decoder. `vocab_size` counts real tokens only (padding rows are cut at load)."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    vocab_size: int
+    norm_eps: float
+    attention_scale: float  # usually head_dim ** -0.5
+    max_position: int  # rows of the rotary tables
+    sliding_window: int | None = None  # keys seen back from a node, itself included; None = all
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    attention_norm: torch.Tensor  # [hidden] float32
+    q: Weight  # [q_heads * head_dim, hidden]
+    k: Weight  # [kv_heads * head_dim, hidden]
+    v: Weight  # [kv_heads * head_dim, hidden]
+    o: Weight  # [hidden, q_heads * head_dim]
+    mlp_norm: torch.Tensor  # [hidden] float32
+    gate: Weight  # [intermediate, hidden]
+    up: Weight  # [intermediate, hidden]
+    down: Weight  # [hidden, intermediate]
+    q_norm: torch.Tensor | None = None  # [head_dim] float32, per-head RMSNorm before rotation (Qwen3)
+    k_norm: torch.Tensor | None = None  # [head_dim] float32
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderWeights:
+    embedding: Weight  # [rows >= vocab_size, hidden]; row lookups only
+    layers: tuple[LayerWeights, ...]
+    final_norm: torch.Tensor  # [hidden] float32
+    lm_head: Weight  # [vocab_size, hidden]; may share tensors with `embedding`
+    rope_cos: torch.Tensor  # [max_position, head_dim / 2] float32, attention factor of yarn included
+    rope_sin: torch.Tensor  # [max_position, head_dim / 2] float32; rotation pairs channel i with i + head_dim / 2
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderOutput:
+    """What one pass gives. Tensors are owned by the caller and stay valid."""
+
+    hidden: torch.Tensor  # [N, hidden] float32, after the final norm, every node
+    argmax: torch.Tensor  # [R] int32, most probable token of each scored node; ties go to the lowest id
+    logits: torch.Tensor | None  # [R, vocab_size] float32 when asked for
+
+
+class Decoder(Protocol):
+    """One loaded model on one device. Writes K and V of every node to `store` and nothing else."""
+
+    shape: DecoderShape
+
+    def forward(self, inputs: StepInputs, store: KVTensors, need_logits: bool) -> DecoderOutput: ...

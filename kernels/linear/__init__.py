@@ -1,0 +1,59 @@
+"""linear: y[N, out] = x[N, in] @ W[out, in]^T + bias, and the weight forms it takes.
+
+Promise of every implementation: row i of y depends on row i of x and on W only, bit for bit, whatever N is.
+
+Quantised arithmetic (weights in `BlockWeight`): each row of x is cut into blocks of 32; per block
+``a = max|x| / 127`` (0 gives codes 0), ``q = round_half_even(x / a)`` as int8, ``sum = sum(q)``. With weight codes c,
+scale d and minimum m of the same block: ``y += (d * a) * dot(c, q) + m * (a * sum)``, blocks in ascending order in
+float32. The dot product is an exact integer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+BLOCK = 32
+
+
+@dataclass(frozen=True, slots=True)
+class DenseWeight:
+    """A plain matrix. dtype float32, bfloat16 or float16; accumulation is float32 in one fixed order."""
+
+    values: torch.Tensor  # [out, in]
+    bias: torch.Tensor | None = None  # [out] float32
+
+    @property
+    def out_features(self) -> int:
+        return self.values.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        return self.values.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockWeight:
+    """A matrix in blocks of 32 along `in`: value = scale * code + minimum. `in` is a multiple of 32.
+
+    bits 4: codes uint8 [out, in/32, 16]; byte j holds element j in its low and element j+16 in its high nibble, 0..15.
+    bits 8: codes uint8 [out, in/32, 32], 0..255 (a signed int8 weight w of scale d is stored as w + 128 with minimum -128 d).
+    """
+
+    bits: int  # 4 or 8
+    codes: torch.Tensor  # uint8, see above
+    scale: torch.Tensor  # [out, in/32] float16
+    minimum: torch.Tensor  # [out, in/32] float16 (bits 4) or float32
+    bias: torch.Tensor | None = None  # [out] float32
+
+    @property
+    def out_features(self) -> int:
+        return self.codes.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        return self.codes.shape[1] * BLOCK
+
+
+Weight = DenseWeight | BlockWeight

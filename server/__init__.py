@@ -1,0 +1,1 @@
+"""Strings, sockets and processes around the engine."""

@@ -1,0 +1,82 @@
+"""The interface drafters implement. The engine owns it; it names no drafter.
+
+A drafter never schedules, allocates pages, sees text, or raises because it could not draft: it returns `NOTHING`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from spec.request import SamplingParams, SpeculationPolicy
+from spec.tree import DraftTree, Proposal
+
+
+class SequenceView(Protocol):
+    """Read-only face of a sequence. Valid only during the call it was passed to; lists must not be changed."""
+
+    @property
+    def seq_id(self) -> int: ...
+    @property
+    def token_ids(self) -> list[int]: ...  # prompt and answer, committed; the last one is the pending root
+    @property
+    def prompt_len(self) -> int: ...
+    @property
+    def page_ids(self) -> list[int]: ...  # pages of positions 0.., reserved for this step's window too
+    @property
+    def tenant(self) -> str: ...
+    @property
+    def sampling(self) -> SamplingParams: ...
+    @property
+    def policy(self) -> SpeculationPolicy: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What one sequence may draft now.
+
+    `price`: a node is worth verifying iff its path chance (product of chances from the root) is at least this.
+    `pass_price(ms)`: expected extra tokens that one more drafting pass of `ms` milliseconds must bring.
+    `chance(drafter, depth, rank, confidence)`: the calibrated chance that such a node is accepted given its parent.
+    """
+
+    max_nodes: int  # hard limit on nodes (root not counted), 0 = do not draft
+    max_depth: int  # hard limit on depth, from max_tokens and the context edge
+    price: float
+    pass_price: Callable[[float], float]
+    chance: Callable[[str, int, int, float], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one sequence in one step; passed to every drafter after commit.
+
+    `first_node` is the row's first node in the step's [N] tensors. Row node 0 is the root (or the chunk's first token).
+    """
+
+    view: SequenceView
+    tree: DraftTree
+    path: tuple[int, ...]  # accepted nodes as indices into `tree`, root side first
+    next_id: int | None  # None: a prefill chunk that did not reach the prompt's end
+    first_node: int
+    num_nodes: int
+    finished: bool
+
+
+class Drafter(Protocol):
+    name: str
+
+    def open(self, view: SequenceView) -> None:
+        """A sequence starts decoding (again, after a preemption)."""
+
+    def propose(self, views: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[Proposal]:
+        """One proposal per view. Must not keep references to the views."""
+
+    def observe(self, outcomes: Sequence[Outcome], hidden: torch.Tensor) -> None:
+        """`hidden` [N, hidden] float32 of the step, after the target's final norm; valid only during the call."""
+
+    def close(self, seq_id: int) -> None:
+        """The sequence left (finished, cancelled or preempted). Unknown ids are ignored."""

@@ -1,0 +1,57 @@
+"""How much to draft and which nodes to verify: the interface between the engine step and the price rule.
+
+The engine asks for budgets, hands them to every drafter, and has the proposals merged into one tree per sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from spec.drafter import Budget, Outcome, SequenceView
+from spec.tree import DraftTree, Proposal
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """Hard limits of one decoding sequence in this step, from pages, max_tokens, the context edge and its policy."""
+
+    max_nodes: int
+    max_depth: int
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What else this step carries."""
+
+    prefill_tokens: int
+    sequences: int  # rows in the step, decoding and prefilling
+    context: int  # committed keys of all rows together
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """What a finished step cost. Milliseconds of wall time."""
+
+    nodes: int  # N of the pass, prefill tokens included
+    load: Load
+    outcomes: Sequence[Outcome]  # decoding rows only
+    draft_ms: Mapping[str, float]  # per drafter
+    target_ms: float
+    total_ms: float
+
+
+class Speculator(Protocol):
+    def budgets(self, views: Sequence[SequenceView], limits: Sequence[Limit], load: Load) -> list[Budget]: ...
+
+    def admit(
+        self,
+        views: Sequence[SequenceView],
+        budgets: Sequence[Budget],
+        proposals: Mapping[str, Sequence[Proposal]],  # by drafter name, one per view
+    ) -> list[DraftTree]:
+        """Merge by prefix, estimate, keep what its price allows. Never more than the budget's max_nodes / max_depth."""
+
+    def record(self, step: StepRecord) -> None:
+        """Keep the cost table and the calibration current."""
