@@ -1,0 +1,1 @@
+"""One module per command of the command line that runs an engine in this process."""

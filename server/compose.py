@@ -1,0 +1,215 @@
+"""The composition root: settings in, a ready engine out. The one place that knows which concrete parts exist.
+
+It chooses kernels, weights, stores, drafters and the speculator, and nothing after it asks which ones they are.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import kernels
+from drafters import registry
+from kernels.batch import KVTensors
+from kernels.decoder import Decoder, DecoderShape
+from server.models import resolve
+from server.settings import Settings
+from server.tokenizer import Tokenizer, load_tokenizer
+from server.wire import Ready
+from spec.config import EngineConfig
+from spec.drafter import Drafter
+from spec.engine import Engine
+from spec.errors import ConfigError
+from spec.grammar import GrammarCompiler
+from spec.models import LoadedModel, load_model
+from spec.pages import PagePool
+from spec.speculator import Speculator
+from spec.target import TargetModel
+
+_KV_TYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def cache_root(settings: Settings) -> Path:
+    return Path(settings.cache_dir).expanduser() if settings.cache_dir else Path.home() / ".cache" / "forespeak"
+
+
+def check_kernels_package() -> None:
+    """Another distribution named `kernels` would shadow ours at import and fail much later in a puzzling way."""
+    ours = Path(__file__).resolve().parent.parent / "kernels" / "__init__.py"
+    try:
+        version = importlib.metadata.version("kernels")
+    except importlib.metadata.PackageNotFoundError:
+        version = None
+    found = Path(kernels.__file__ or "").resolve()
+    if version is not None or found != ours:
+        raise ConfigError(
+            f"a package named 'kernels' ({version or found}) is installed in this environment and collides with Forespeak's own; "
+            "remove it: pip uninstall kernels"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Everything loaded once and shared by the engines of one process (verify builds many over the same weights)."""
+
+    settings: Settings
+    model: LoadedModel
+    tokenizer: Tokenizer
+    decoder: Decoder
+    backend: str
+    cache: Path
+    eos_ids: tuple[int, ...]
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        name = self.settings.kv_type
+        if name == "auto":
+            name = "float32" if self.settings.weights == "float32" else "bfloat16"
+        return _KV_TYPES[name]
+
+
+def load_parts(settings: Settings) -> Parts:
+    """Load weights and tokenizer. Raises ConfigError or ModelFileError with one clear line."""
+    check_kernels_package()
+    cache = cache_root(settings)
+    paths = resolve(settings.model, cache)
+    tokenizer = load_tokenizer(paths.weights, cache / "tokenizers")
+    model = load_model(
+        paths.weights, weights=settings.weights, context=settings.context or None, quantise=settings.quantise
+    ).trimmed(tokenizer.vocab_size)
+    backend, make = choose_backend(settings, cache)
+    eos_ids = tuple(sorted({*model.eos_ids, *tokenizer.eos_ids}))
+    return Parts(settings, model, tokenizer, make(model), backend, cache, eos_ids)
+
+
+def choose_backend(settings: Settings, cache: Path) -> tuple[str, Callable[[LoadedModel], Decoder]]:
+    """The kernels to compute with, and how to make a decoder from them."""
+    name = settings.backend
+    if name == "auto":
+        name = "triton" if settings.device == "cuda" else "native"
+        if name == "native":
+            from kernels.native import load
+
+            if load() is None:
+                name = "reference"
+    if settings.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda was asked for, but PyTorch sees no CUDA device here; use --device cpu")
+    threads = settings.threads or os.cpu_count() or 1
+    if name == "native":
+        from kernels.decoder.native import NativeDecoder
+        from kernels.native import load
+
+        if load() is None:
+            raise ConfigError("the native kernels are not built (no C++ compiler was found); use --backend reference")
+        return name, lambda model: NativeDecoder(
+            model.shape, model.weights, threads, cache_dir=cache / "packed", digest=f"{model.digest}-{settings.weights}"
+        )
+    if name == "triton":
+        from kernels.decoder.triton import TritonDecoder
+
+        return name, lambda model: TritonDecoder(model.shape, model.weights)
+    from kernels.decoder.reference import ReferenceDecoder
+
+    torch.set_num_threads(threads)
+    return "reference", lambda model: ReferenceDecoder(model.shape, model.weights)
+
+
+def kv_bytes_per_token(shape: DecoderShape, dtype: torch.dtype) -> int:
+    return 2 * shape.layers * shape.kv_heads * shape.head_dim * dtype.itemsize
+
+
+def make_engine(
+    parts: Parts,
+    drafters: str | None = None,
+    speculator: Callable[[Parts, EngineConfig, TargetModel, Sequence[Drafter]], Speculator] | None = None,
+) -> Engine:
+    """An engine with its own pages and stores over the parts' weights. `drafters` overrides the setting of that name."""
+    settings = parts.settings
+    shape = parts.model.shape
+    chosen = settings.drafters if drafters is None else drafters
+    plan = registry.plan(chosen, _drafting_target(parts))
+    per_token = kv_bytes_per_token(shape, parts.kv_dtype) + sum(kv_bytes_per_token(s, parts.kv_dtype) for s in plan.shapes)
+    num_pages = settings.kv_memory // (per_token * settings.page_size)
+    if num_pages < 2:
+        raise ConfigError(
+            f"kv_memory of {settings.kv_memory} bytes holds {num_pages} pages of {settings.page_size} tokens "
+            f"({per_token} bytes a token); give at least {2 * per_token * settings.page_size} bytes with --kv-memory"
+        )
+    context = min(parts.model.context, num_pages * settings.page_size)
+    config = EngineConfig(
+        num_pages=num_pages,
+        page_size=settings.page_size,
+        context=context,
+        max_sequences=settings.max_sequences,
+        chunk_tokens=settings.chunk_tokens,
+        max_tree_nodes=settings.max_tree_nodes,
+        prefix_cache=settings.prefix_cache,
+        model_salt=f"{parts.model.digest}/{parts.backend}/{parts.kv_dtype}/{settings.weights}",
+    )
+    pool = PagePool(num_pages)
+    device = settings.device
+    store = KVTensors.allocate(
+        shape.layers, num_pages, shape.kv_heads, shape.head_dim, settings.page_size, parts.kv_dtype, device
+    )
+    target = TargetModel(parts.decoder, store)
+    built = registry.build(plan, pool, config, parts.kv_dtype, device)
+    spec = (speculator or default_speculator)(parts, config, target, built)
+    return Engine(
+        config,
+        target,
+        built,
+        spec,
+        parts.eos_ids,
+        grammar_compiler=GrammarCompiler(parts.tokenizer.tokenizer_json(), parts.eos_ids, shape.vocab_size),
+        pool=pool,
+    )
+
+
+def _drafting_target(parts: Parts) -> registry.Target:
+    """The target as drafters see it; a draft model with other tokens is refused with both names in the message."""
+
+    def load(path: Path) -> LoadedModel:
+        tokenizer = load_tokenizer(path, parts.cache / "tokenizers")
+        if tokenizer.fingerprint != parts.tokenizer.fingerprint:
+            raise ConfigError(
+                f"the draft model's tokenizer ({tokenizer.name}, {tokenizer.vocab_size} tokens) is not the target's "
+                f"({parts.tokenizer.name}, {parts.tokenizer.vocab_size} tokens); a drafter must share the target's vocabulary"
+            )
+        return load_model(path, weights=parts.settings.weights).trimmed(parts.tokenizer.vocab_size)
+
+    make = choose_backend(parts.settings, parts.cache)[1]
+    return registry.Target(parts.model.name, parts.model.shape, parts.model.weights, load, make)
+
+
+def default_speculator(parts: Parts, config: EngineConfig, target: TargetModel, drafters: Sequence[Drafter]) -> Speculator:
+    """The price rule over a cost table measured here, or the fixed shape the settings ask for."""
+    from server.speculation import measured_price_speculator
+    from spec.shapes import ShapeSpeculator
+
+    if parts.settings.tree_shape:
+        return ShapeSpeculator(parts.settings.tree_shape)
+    return measured_price_speculator(parts, config, target, drafters)
+
+
+def build_engine(settings: Settings) -> tuple[Engine, Ready]:
+    """What the engine process runs. Everything is loaded, measured and warm when it returns."""
+    start = time.perf_counter()
+    parts = load_parts(settings)
+    engine = make_engine(parts)
+    ready = Ready(
+        model=parts.model.name,
+        vocab_size=parts.model.shape.vocab_size,
+        context=engine.config.context,
+        num_pages=engine.config.num_pages,
+        page_size=engine.config.page_size,
+        drafters=tuple(drafter.name for drafter in engine.drafters),
+        backend=parts.backend,
+        load_seconds=time.perf_counter() - start,
+    )
+    return engine, ready

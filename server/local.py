@@ -1,0 +1,149 @@
+"""Runs prompts through an engine in this process: what generate, verify and bench stand on. Knows no sockets.
+
+The engine is stepped here exactly as the engine process steps it; text is made with the server's own incremental decoder.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from spec.engine import Engine
+from spec.errors import RequestError
+from spec.request import Request, TokenEvent
+
+
+@dataclass(slots=True)
+class Completion:
+    """One finished answer with its figures. Times are seconds on one monotonic clock."""
+
+    request: Request
+    token_ids: list[int] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)
+    step_sizes: list[int] = field(default_factory=list)  # delivered tokens of each target pass, the first from prefill
+    token_times: list[float] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str = ""
+    error: str | None = None
+    cached_tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    drafted_by: dict[str, int] = field(default_factory=dict)
+    accepted_by: dict[str, int] = field(default_factory=dict)
+    accepted_per_position: list[int] = field(default_factory=list)
+    submitted: float = 0.0
+    queue_seconds: float = 0.0
+
+    @property
+    def ttft(self) -> float:
+        """Seconds from submission to the first token."""
+        return self.token_times[0] - self.submitted if self.token_times else float("nan")
+
+    @property
+    def decode_seconds(self) -> float:
+        """Seconds from the first token to the last."""
+        return self.token_times[-1] - self.token_times[0] if len(self.token_times) > 1 else 0.0
+
+    @property
+    def acceptance_length(self) -> float:
+        """Mean tokens a target pass delivered after the first token."""
+        steps = self.step_sizes[1:]
+        return sum(steps) / len(steps) if steps else 0.0
+
+    def speculation(self) -> dict[str, object]:
+        return {
+            "drafted": self.drafted,
+            "accepted": self.accepted,
+            "steps": len(self.step_sizes),
+            "acceptance_length": round(self.acceptance_length, 4),
+            "accepted_per_position": self.accepted_per_position,
+            "by_drafter": {
+                name: {"drafted": count, "accepted": self.accepted_by.get(name, 0)}
+                for name, count in sorted(self.drafted_by.items())
+            },
+        }
+
+    def timings(self) -> dict[str, float]:
+        tokens = len(self.token_times) - 1
+        return {
+            "queue_ms": round(self.queue_seconds * 1e3, 3),
+            "ttft_ms": round(self.ttft * 1e3, 3),
+            "decode_ms": round(self.decode_seconds * 1e3, 3),
+            "tokens_per_second": round(tokens / self.decode_seconds, 2) if self.decode_seconds > 0 else 0.0,
+        }
+
+    def usage(self) -> dict[str, object]:
+        prompt, answer = len(self.request.prompt_ids), len(self.token_ids)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": answer,
+            "total_tokens": prompt + answer,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+    def take(self, event: TokenEvent, now: float) -> None:
+        """Add one event's tokens and figures."""
+        if event.started:
+            self.cached_tokens, self.queue_seconds = event.cached_tokens, event.queue_seconds
+        if event.token_ids:
+            self.step_sizes.append(len(event.token_ids))
+            self.token_times.extend([now] * len(event.token_ids))
+        self.token_ids.extend(event.token_ids)
+        self.sources.extend(event.sources)
+        for depth, source in enumerate(event.sources):
+            if source:
+                while len(self.accepted_per_position) <= depth:
+                    self.accepted_per_position.append(0)
+                self.accepted_per_position[depth] += 1
+        self.drafted += event.counts.drafted
+        self.accepted += event.counts.accepted
+        for mine, theirs in ((self.drafted_by, event.counts.drafted_by), (self.accepted_by, event.counts.accepted_by)):
+            for name, count in theirs.items():
+                mine[name] = mine.get(name, 0) + count
+        if event.finish_reason is not None:
+            self.finish_reason, self.error = event.finish_reason, event.error
+
+
+def run_requests(
+    engine: Engine,
+    requests: Sequence[Request],
+    concurrency: int = 1,
+    on_finish: Callable[[Completion], None] | None = None,
+    before_step: Callable[[int], None] | None = None,
+) -> list[Completion]:
+    """Answer all requests, at most `concurrency` at a time, and return their completions in the order given.
+
+    A request the engine refuses becomes a completion with finish_reason "error". `before_step(n)` is called ahead of step n.
+    """
+    waiting = deque(requests)
+    done: dict[int, Completion] = {}
+    running: dict[int, Completion] = {}
+    step = 0
+    while waiting or running:
+        while waiting and len(running) < concurrency:
+            request = waiting.popleft()
+            completion = Completion(request, submitted=time.perf_counter())
+            try:
+                engine.add(request)
+            except RequestError as error:
+                completion.finish_reason, completion.error = "error", str(error)
+                done[request.id] = completion
+                continue
+            running[request.id] = completion
+        if not running:
+            break
+        if before_step is not None:
+            before_step(step)
+        step += 1
+        events = engine.step()
+        now = time.perf_counter()
+        for event in events:
+            completion = running[event.request_id]
+            completion.take(event, now)
+            if event.finish_reason is not None:
+                done[event.request_id] = running.pop(event.request_id)
+                if on_finish is not None:
+                    on_finish(completion)
+    return [done[request.id] for request in requests]
