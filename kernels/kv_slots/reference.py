@@ -1,0 +1,29 @@
+"""Writing and moving rows of the paged store. Knows slots; refuses to know which sequence owns them."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.batch import KVTensors
+
+
+def write(k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, store_k: torch.Tensor, store_v: torch.Tensor) -> None:
+    """Put rows k, v [N, Hkv, D] float32 into `slots` [N] of one layer, rounded to the store's dtype."""
+    page, offset = _split(slots, store_k.shape[-1])
+    store_k[page, :, :, offset] = k.to(store_k.dtype)  # indexed view [N, Hkv, D]
+    store_v[page, :, offset, :] = v.to(store_v.dtype)
+
+
+def move(src: torch.Tensor, dst: torch.Tensor, store: KVTensors) -> None:
+    """Copy slots `src` [M] to `dst` [M] in all layers; every source is read before any destination is written."""
+    src_page, src_offset = _split(src, store.page_size)
+    dst_page, dst_offset = _split(dst, store.page_size)
+    k = store.k[:, src_page, :, :, src_offset]  # a copy, [M, L, Hkv, D]
+    v = store.v[:, src_page, :, src_offset, :]
+    store.k[:, dst_page, :, :, dst_offset] = k
+    store.v[:, dst_page, :, dst_offset, :] = v
+
+
+def _split(slots: torch.Tensor, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    slots = slots.long()
+    return slots // page_size, slots % page_size

@@ -1,0 +1,80 @@
+"""The linear layer, one row at a time. Knows the two weight forms; refuses to know what the rows mean.
+
+A library matrix product picks its summation order by the number of rows, so it is not used: a dense row is an elementwise
+product and a sum over the last axis, of the same shape for every row; a quantised row is exact integers and then a loop
+over blocks, in which every operation rounds once.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.linear import BLOCK, BlockWeight, DenseWeight, Weight
+
+_DOT_BYTES = 1 << 26  # block dot products held at once; only bounds memory, the values are exact integers
+
+
+def linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:
+    """y [N, out] float32 = x [N, in] float32 @ W^T + bias."""
+    if x.dim() != 2 or x.shape[1] != weight.in_features:
+        raise ValueError(f"x is {list(x.shape)}; expected [rows, {weight.in_features}]")
+    y = _dense(x, weight) if isinstance(weight, DenseWeight) else _blocks(x, weight)
+    return y if weight.bias is None else y + weight.bias
+
+
+def _dense(x: torch.Tensor, weight: DenseWeight) -> torch.Tensor:
+    values = weight.values.float()  # [out, in]
+    y = x.new_empty(x.shape[0], weight.out_features)
+    for i in range(x.shape[0]):
+        y[i] = (values * x[i]).sum(dim=-1)  # [out]
+    return y
+
+
+def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows [N, in] -> codes q [N, in/32, 32] (integers in float32), step a [N, in/32], sum of codes [N, in/32]."""
+    blocks = x.reshape(x.shape[0], -1, BLOCK)
+    step = blocks.abs().amax(dim=-1) / 127.0
+    codes = torch.round(blocks / torch.where(step > 0, step, torch.ones_like(step)).unsqueeze(-1))  # half to even
+    return codes, step, codes.sum(dim=-1)
+
+
+def unpack_codes(weight: BlockWeight) -> torch.Tensor:
+    """Weight codes as small integers in float32 [out, in/32, 32]."""
+    if weight.bits == 8:
+        return weight.codes.float()
+    if weight.bits == 4:
+        return torch.cat((weight.codes & 15, weight.codes >> 4), dim=-1).float()
+    raise ValueError(f"BlockWeight has {weight.bits} bits; expected 4 or 8")
+
+
+def _blocks(x: torch.Tensor, weight: BlockWeight) -> torch.Tensor:
+    w = unpack_codes(weight).permute(1, 2, 0).contiguous()  # [blocks, 32, out]
+    d = weight.scale.float()  # [out, blocks]
+    m = weight.minimum.float()
+    out, blocks = d.shape
+    y = x.new_zeros(x.shape[0], out)
+    rows = max(1, _DOT_BYTES // (4 * out * blocks))
+    for start in range(0, x.shape[0], rows):
+        q, a, total = quantize_rows(x[start : start + rows])
+        # |dot| <= 32 * 127 * 255 < 2^24: every partial sum is an integer that float32 holds exactly, in any order.
+        dot = torch.bmm(q.transpose(0, 1), w)  # [blocks, rows, out]
+        part = y[start : start + rows]
+        for b in range(blocks):
+            step = a[:, b, None]  # [rows, 1]
+            part += (d[:, b] * step) * dot[b] + m[:, b] * (step * total[:, b, None])
+    return y
+
+
+def lookup(weight: Weight, ids: torch.Tensor) -> torch.Tensor:
+    """Rows `ids` [N] of the matrix as float32 [N, in]: the embedding of tokens."""
+    ids = ids.long()
+    if isinstance(weight, DenseWeight):
+        return weight.values[ids].float()
+    rows = BlockWeight(weight.bits, weight.codes[ids], weight.scale[ids], weight.minimum[ids])
+    return dequantize(rows)
+
+
+def dequantize(weight: BlockWeight) -> torch.Tensor:
+    """The matrix itself, scale * code + minimum, float32 [out, in]."""
+    values = weight.scale.float().unsqueeze(-1) * unpack_codes(weight) + weight.minimum.float().unsqueeze(-1)
+    return values.reshape(weight.codes.shape[0], -1)
