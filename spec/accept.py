@@ -1,17 +1,31 @@
 """What the target keeps of each tree. Pure: reads trees, scores and sequences, changes nothing.
 
 accepted: draft nodes the target keeps · next: the token the target itself adds after the last accepted node.
+
+Only the nodes on the walked path are decided. All rows walk at once: each wave gathers the node where every row stands and
+asks the pipeline once, so a step costs as many op calls as its longest accepted path, not as its trees have nodes. A rule
+is a generator that names the node it stands on and is told the target's token (exact) or distribution (rejection) there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Generator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
 
+import torch
+
+from spec import rejection, sampling
 from spec.drafter import SequenceView
-from spec.request import TokenLogprob
+from spec.errors import InvariantError, RequestError
+from spec.keyed_random import DRAW, uniform
+from spec.logprobs import raw_logprobs
+from spec.penalties import PathEdits, has_edits
+from spec.rejection import DistributionWalk, Walked
+from spec.request import SamplingParams, TokenLogprob
+from spec.sampling import REFERENCE_OPS, Distribution, GrammarSource, NodeQuery, SampleOps
 from spec.target import TargetScores
-from spec.tree import DraftTree
+from spec.tree import ROOT, DraftTree
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,15 +35,173 @@ class ScoredRow:
     view: SequenceView
     tree: DraftTree
     first: int
-    grammar: object | None = None  # spec.grammar.GrammarState of the sequence, at the root (read only)
+    grammar: GrammarSource | None = None  # the sequence's spec.grammar.GrammarState, at the root (read only)
+    first_node: int | None = None  # the root's node in scores.hidden; when given, greedy rows are checked for NaN too
 
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
+    """`error` set: the target could not name a next token (see spec.sampling); `next_id` is -1. The accepted nodes in `path`
+    are good and are delivered before the request ends with the error.
+    """
+
     path: tuple[int, ...]  # accepted nodes as indices into the tree, root side first
     next_id: int
     logprobs: tuple[TokenLogprob, ...] = ()  # one per accepted node and one for next, when the request asked
+    error: RequestError | None = None
 
 
-def accept(rows: Sequence[ScoredRow], scores: TargetScores) -> list[Acceptance]:
-    raise NotImplementedError
+TokenWalk = Generator[int, int | None, Walked]
+
+
+def accept(
+    rows: Sequence[ScoredRow], scores: TargetScores, *, eos_ids: Collection[int] = (), ops: SampleOps = REFERENCE_OPS
+) -> list[Acceptance]:
+    """One Acceptance per row. `eos_ids` are the model's own end tokens, which min_tokens holds back."""
+    argmax: list[int] = scores.argmax.tolist()
+    hidden = None if bool(torch.isfinite(scores.hidden).all()) else scores.hidden
+    walkers = {i: _Walker(row, eos_ids) for i, row in enumerate(rows) if not _is_plain(row.view.sampling)}
+    _run(list(walkers.values()), scores.logits, ops)
+    results = [walkers[i].result() if i in walkers else _greedy(row, argmax, hidden) for i, row in enumerate(rows)]
+    return _with_logprobs(rows, results, scores.logits)
+
+
+def exact(tree: DraftTree) -> TokenWalk:
+    """The exact rule: follow the target's own tokens for as long as the tree holds them."""
+    below = tree.children()
+    path: list[int] = []
+    node = ROOT
+    while True:
+        token = yield node
+        child = next((c for c in below[node + 1] if tree.token_ids[c] == token), None)
+        if child is None:
+            return Walked(tuple(path), token)
+        path.append(child)
+        node = child
+
+
+def _is_plain(options: SamplingParams) -> bool:
+    return sampling.is_greedy(options) and not sampling.has_edits(options)
+
+
+def _greedy(row: ScoredRow, argmax: Sequence[int], hidden: torch.Tensor | None) -> Acceptance:
+    """The exact rule where the target's token is its argmax. `hidden` is given only when something in it is not finite."""
+    walk = exact(row.tree)
+    node = next(walk)
+    while True:
+        broken = hidden is not None and row.first_node is not None and not _finite(hidden, row.first_node + node + 1)
+        try:
+            node = walk.send(None if broken else argmax[row.first + node + 1])
+        except StopIteration as end:
+            return _settled(end.value, sampling.not_finite())
+
+
+def _finite(hidden: torch.Tensor, node: int) -> bool:
+    return bool(torch.isfinite(hidden[node]).all())
+
+
+def _settled(walked: Walked, error: RequestError | None) -> Acceptance:
+    if walked.next_id is None:
+        return Acceptance(walked.path, -1, error=error)
+    return Acceptance(walked.path, walked.next_id)
+
+
+class _Walker:
+    """One row's walk: the rule, and the path state (edits, grammar) of the node it stands on."""
+
+    def __init__(self, row: ScoredRow, eos_ids: Collection[int]) -> None:
+        options = row.view.sampling
+        self.row = row
+        self.walk: TokenWalk | DistributionWalk
+        self.wants_distribution = row.view.policy.rule == "rejection" and not sampling.is_greedy(options)
+        length = len(row.view.token_ids)
+        if self.wants_distribution:
+            self.walk = rejection.walk(row.tree, options.seed, length)
+        else:
+            self.walk = exact(row.tree)
+        self.node = next(self.walk)
+        self.walked: Walked | None = None
+        self.error: RequestError | None = None
+        self._end_ids = sampling.end_ids(options, eos_ids)
+        self._edits = PathEdits(options, row.view.token_ids, row.view.prompt_len, self._end_ids) if has_edits(options) else None
+        self._grammar = row.grammar.cursor() if options.grammar is not None and row.grammar is not None else None
+        if options.grammar is not None and row.grammar is None:
+            raise InvariantError(f"sequence {row.view.seq_id} has a grammar but its row carries no grammar state")
+
+    def query(self) -> NodeQuery:
+        row, options = self.row, self.row.view.sampling
+        depth = 0 if self.node == ROOT else row.tree.depths[self.node]
+        position = len(row.view.token_ids) + depth
+        noise = 0.0 if self.wants_distribution or sampling.is_greedy(options) else uniform(options.seed, position, DRAW)
+        return NodeQuery(row.first + self.node + 1, options, noise, self._edits, self._grammar)
+
+    def tell(self, answer: int | Distribution | RequestError) -> None:
+        """Hand the rule what the target says at the node; the rule moves on or ends."""
+        if isinstance(answer, RequestError):
+            self.error = answer
+        try:
+            self.node = self.walk.send(None if isinstance(answer, RequestError) else answer)  # type: ignore[arg-type]
+        except StopIteration as end:
+            self.walked = end.value
+            return
+        token = self.row.tree.token_ids[self.node]
+        if self._edits is not None:
+            self._edits.extend(token)
+        if self._grammar is not None:
+            self._grammar.extend(token)
+
+    def close(self) -> None:
+        if self._grammar is not None:
+            self._grammar.close()
+
+    def result(self) -> Acceptance:
+        assert self.walked is not None
+        path = self.walked.path
+        ended = next((self.row.tree.token_ids[n] for n in path if self.row.tree.token_ids[n] in self._end_ids), None)
+        if self.walked.next_id is None and ended is not None:
+            return Acceptance(path, ended)  # what failed lies behind the answer's end and is never delivered
+        return _settled(self.walked, self.error)
+
+
+def _run(walkers: Sequence[_Walker], logits: torch.Tensor | None, ops: SampleOps) -> None:
+    """Walk every row to its end, one op call per wave and kind of question."""
+    if walkers and logits is None:
+        raise InvariantError("rows with sampling options were scored without logits; see sampling.need_logits")
+    active = list(walkers)
+    try:
+        while active and logits is not None:
+            for wants, decide in ((False, sampling.tokens), (True, sampling.distributions)):
+                group = [walker for walker in active if walker.wants_distribution == wants]
+                answers = decide(logits, [walker.query() for walker in group], ops) if group else []
+                for walker, answer in zip(group, answers, strict=True):
+                    walker.tell(answer)
+            active = [walker for walker in active if walker.walked is None]
+    finally:
+        for walker in walkers:
+            walker.close()
+
+
+def _with_logprobs(rows: Sequence[ScoredRow], results: Sequence[Acceptance], logits: torch.Tensor | None) -> list[Acceptance]:
+    """Fill in raw log probabilities for the rows that asked: the token after the root, after each accepted node."""
+    score_rows: list[int] = []
+    chosen: list[int] = []
+    counts: list[int] = []
+    for row, result in zip(rows, results, strict=True):
+        if (count := row.view.sampling.logprobs) is not None:
+            emitted = [row.tree.token_ids[n] for n in result.path] + ([result.next_id] if result.error is None else [])
+            nodes = (ROOT, *result.path)[: len(emitted)]
+            score_rows += [row.first + node + 1 for node in nodes]
+            chosen += emitted
+            counts += [count] * len(emitted)
+    if not chosen:
+        return list(results)
+    if logits is None:
+        raise InvariantError("logprobs were asked for without logits; see sampling.need_logits")
+    index = torch.tensor(score_rows, dtype=torch.int64, device=logits.device)
+    entries = iter(raw_logprobs(logits.index_select(0, index), chosen, counts))
+    return [
+        replace(result, logprobs=tuple(islice(entries, len(result.path) + (result.error is None))))
+        if row.view.sampling.logprobs is not None
+        else result
+        for row, result in zip(rows, results, strict=True)
+    ]
