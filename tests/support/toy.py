@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import torch
 
@@ -198,7 +199,7 @@ def script_table(tokens: Sequence[int], vocab: int = 512, peak: float = 20.0, se
     if len(set(tokens)) != len(tokens):
         raise ValueError("a token has one successor, so a script may use it once only")
     table = torch.rand(vocab, vocab, generator=torch.Generator().manual_seed(seed)) * 2 - 1
-    for now, then in zip(tokens, tokens[1:], strict=False):
+    for now, then in pairwise(tokens):
         table[now, then] = peak
     return table
 
