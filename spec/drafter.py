@@ -14,6 +14,8 @@ import torch
 from spec.request import SamplingParams, SpeculationPolicy
 from spec.tree import DraftTree, Proposal
 
+UNKNOWN = -1.0  # a confidence not known yet: `Budget.chance` answers with the mean over what was seen
+
 
 class SequenceView(Protocol):
     """Read-only face of a sequence. Valid only during the call it was passed to; lists must not be changed."""
@@ -40,7 +42,8 @@ class Budget:
 
     `price`: a node is worth verifying iff its path chance (product of chances from the root) is at least this.
     `pass_price(ms)`: expected extra tokens that one more drafting pass of `ms` milliseconds must bring.
-    `chance(drafter, depth, rank, confidence)`: the calibrated chance that such a node is accepted given its parent.
+    `chance(drafter, depth, rank, confidence)`: the calibrated chance that such a node is accepted given its parent;
+    0 = such a node will not be verified, whatever it is (a shape, a request's choice of drafters, a drafter switched off).
     """
 
     max_nodes: int  # hard limit on nodes (root not counted), 0 = do not draft
@@ -48,6 +51,10 @@ class Budget:
     price: float
     pass_price: Callable[[float], float]
     chance: Callable[[str, int, int, float], float]
+
+    def wants(self, drafter: str) -> bool:
+        """Whether this drafter should draft at all; asked before any work is done."""
+        return self.max_nodes > 0 and self.max_depth > 0 and self.chance(drafter, 1, 0, UNKNOWN) > 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,229 @@
+"""One tree from the proposals of several drafters. Knows tokens, parents and chances; refuses to know prices over
+several requests, tensors, and which drafter is which.
+
+Gathering joins proposals by prefix: the same token under the same parent is one node, its estimate is the largest of its
+drafters' calibrated chances, and every drafter that named it is remembered. f(v), the path chance, is the product of the
+chances from the root to v, which is the expected number of tokens gained by verifying v. Because f never grows towards
+the leaves, the nodes sorted by f form a valid tree at every cut, so selection needs no search.
+
+Sampled nodes (rejection rule) keep three habits that leave the output's distribution alone:
+* a sampled node is chosen by its own estimate only, which its drafter computes from the parent; an agreeing deterministic
+  proposal never raises it (choosing a draw for what it turned out to be would change the distribution it was drawn from);
+* sampled siblings come in the order drawn, before deterministic ones. A deterministic twin of a draw is then the same
+  node: after the draw was rejected its token has no mass left, so trying it again could change nothing;
+* draws of one drafter only take part in a tree: the first that offers any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from spec.calibration import confidence_bin
+from spec.tree import EMPTY_TREE, ROOT, DraftProbs, DraftTree, Proposal
+
+Chance = Callable[[str, int, int, float], float]
+Offer = tuple[str, Proposal]
+
+
+class Candidate:
+    """One node offered to a request: a token under a parent candidate. `path` is f, product of chances from the root."""
+
+    __slots__ = ("chance", "children", "depth", "index", "origins", "parent", "path", "probs", "sources", "token")
+
+    def __init__(self, index: int, token: int, parent: Candidate | None, depth: int, probs: DraftProbs | None) -> None:
+        self.index = index
+        self.token = token
+        self.parent = parent
+        self.depth = depth
+        self.chance = 0.0
+        self.path = 0.0
+        self.sources: list[str] = []
+        self.origins: list[tuple[int, int]] = []
+        self.probs = probs
+        self.children: dict[int, Candidate] | None = None
+
+
+class Candidates:
+    """All nodes offered to one request in one step, joined by prefix. `nodes` lists a parent before its children."""
+
+    __slots__ = ("nodes", "roots", "sampled")
+
+    def __init__(self) -> None:
+        self.nodes: list[Candidate] = []
+        self.roots: dict[int, Candidate] = {}
+        self.sampled = False
+
+    def best_first(self) -> list[Candidate]:
+        """Nodes by falling path chance; a parent comes before its children, ties in the order offered."""
+        nodes = self.nodes
+        if len(nodes) < 2:
+            return nodes
+        return sorted(nodes, key=_by_path)
+
+
+def _by_path(node: Candidate) -> tuple[float, int]:
+    return (-node.path, node.index)
+
+
+def _by_chance(node: Candidate) -> tuple[float, int]:
+    return (-node.chance, node.index)
+
+
+def well_formed(proposal: Proposal, vocab_size: int | None = None) -> bool:
+    """False for a proposal no tree can be made of; a drafter in trouble costs its nodes, never the step."""
+    tokens, parents = proposal.token_ids, proposal.parents
+    count = len(tokens)
+    if not len(parents) == len(proposal.confidence) == len(proposal.ranks) == count:
+        return False
+    if proposal.draft_probs is not None and len(proposal.draft_probs) != count:
+        return False
+    if not count:
+        return True
+    if min(tokens) < 0 or (vocab_size is not None and max(tokens) >= vocab_size):
+        return False
+    return all(ROOT <= parent < i for i, parent in enumerate(parents))
+
+
+def gather(offers: Iterable[Offer], chance: Chance, *, max_depth: int, vocab_size: int | None = None) -> Candidates:
+    """Join proposals by prefix. `offers` are (drafter name, proposal) in a fixed order; malformed proposals are left out.
+
+    Nodes deeper than `max_depth` and nodes of chance 0 are left out with everything under them.
+    """
+    found = Candidates()
+    sampler: str | None = None
+    for name, proposal in offers:
+        if not proposal.token_ids or not well_formed(proposal, vocab_size):
+            continue
+        if proposal.draft_probs is not None and any(probs is not None for probs in proposal.draft_probs):
+            if sampler is not None:
+                continue
+            sampler = name
+            found.sampled = True
+        _add(found, name, proposal, chance, max_depth)
+    # A chance may have risen after a child was added, so paths are multiplied once, at the end, parents first.
+    for node in found.nodes:
+        node.path = node.chance if node.parent is None else node.chance * node.parent.path
+    return found
+
+
+def _add(found: Candidates, name: str, proposal: Proposal, chance: Chance, max_depth: int) -> None:
+    nodes = found.nodes
+    probs_of = proposal.draft_probs
+    placed: list[Candidate | None] = []
+    last_draw: dict[int, float] = {}  # parent -> chance of its latest draw: no later draw is above it, or in without it
+    rows = zip(proposal.token_ids, proposal.parents, proposal.confidence, proposal.ranks, strict=True)
+    for i, (token, parent_index, confidence, rank) in enumerate(rows):
+        parent = None if parent_index == ROOT else placed[parent_index]
+        depth = 1 if parent is None else parent.depth + 1
+        estimate = chance(name, depth, rank, confidence) if depth <= max_depth else 0.0
+        key = token
+        probs = None if probs_of is None else probs_of[i]
+        if probs is not None:
+            key = -1 - token  # a draw has its own entry; twins are joined when the tree is built
+            estimate = last_draw[parent_index] = min(estimate, last_draw.get(parent_index, 1.0))
+        if not estimate > 0.0 or (parent is None and parent_index != ROOT):
+            placed.append(None)
+            continue
+        if estimate > 1.0:
+            estimate = 1.0
+        if parent is None:
+            siblings = found.roots
+        else:
+            if parent.children is None:
+                parent.children = {}
+            siblings = parent.children
+        node = siblings.get(key)
+        if node is None:
+            node = siblings[key] = Candidate(len(nodes), token, parent, depth, probs)
+            nodes.append(node)
+        elif name in node.sources:
+            placed.append(node)  # a drafter that repeats itself is heard once
+            continue
+        at = 0 if estimate > node.chance else len(node.sources)
+        node.sources.insert(at, name)
+        node.origins.insert(at, (rank, confidence_bin(confidence)))
+        if at == 0:
+            node.chance = estimate
+        placed.append(node)
+
+
+def build(found: Candidates, chosen: Sequence[Candidate]) -> DraftTree:
+    """The tree of the chosen candidates (closed under parents): depth first, the most probable child first."""
+    if not chosen:
+        return EMPTY_TREE
+    if found.sampled:
+        return _build_sampled(chosen)
+    keep: list[list[Candidate]] = [[] for _ in range(len(found.nodes) + 1)]  # children chosen, by parent index + 1
+    for node in sorted(chosen, key=_by_chance):
+        keep[0 if node.parent is None else node.parent.index + 1].append(node)
+    tokens: list[int] = []
+    parents: list[int] = []
+    chances: list[float] = []
+    sources: list[tuple[str, ...]] = []
+    origins: list[tuple[tuple[int, int], ...]] = []
+    stack = [(node, ROOT) for node in reversed(keep[0])]
+    while stack:
+        node, parent = stack.pop()
+        place = len(tokens)
+        tokens.append(node.token)
+        parents.append(parent)
+        chances.append(node.chance)
+        sources.append(tuple(node.sources))
+        origins.append(tuple(node.origins))
+        below = keep[node.index + 1]
+        if below:
+            stack.extend([(child, place) for child in reversed(below)])
+    return DraftTree(tuple(tokens), tuple(parents), tuple(chances), tuple(sources), tuple(origins))
+
+
+def _build_sampled(chosen: Sequence[Candidate]) -> DraftTree:
+    """As `build`, but draws lead their siblings and a deterministic twin joins its draw."""
+    picked = set(chosen)
+    tokens: list[int] = []
+    parents: list[int] = []
+    chances: list[float] = []
+    sources: list[tuple[str, ...]] = []
+    origins: list[tuple[tuple[int, int], ...]] = []
+    probs: list[DraftProbs | None] = []
+
+    def twins(nodes: Iterable[Candidate]) -> list[list[Candidate]]:
+        draws = sorted((n for n in nodes if n.probs is not None), key=lambda n: n.index)
+        certain = sorted((n for n in nodes if n.probs is None), key=_by_chance)
+        groups: dict[int, list[Candidate]] = {}
+        for node in [*draws, *certain]:
+            groups.setdefault(node.token, []).append(node)
+        return list(groups.values())
+
+    stack = [(group, ROOT) for group in reversed(twins([n for n in chosen if n.parent is None]))]
+    while stack:
+        group, parent = stack.pop()
+        place = len(tokens)
+        tokens.append(group[0].token)
+        parents.append(parent)
+        chances.append(max(node.chance for node in group))
+        probs.append(group[0].probs)
+        credits = {name: cell for node in group for name, cell in zip(node.sources, node.origins, strict=True)}
+        sources.append(tuple(credits))
+        origins.append(tuple(credits.values()))
+        below = [child for node in group for child in (node.children or {}).values() if child in picked]
+        stack.extend((twin, place) for twin in reversed(twins(below)))
+    return DraftTree(tuple(tokens), tuple(parents), tuple(chances), tuple(sources), tuple(origins), tuple(probs))
+
+
+def merge(
+    offers: Iterable[Offer],
+    chance: Chance,
+    *,
+    price: float,
+    max_nodes: int,
+    max_depth: int,
+    vocab_size: int | None = None,
+) -> DraftTree:
+    """The best tree of at most `max_nodes` nodes with f(v) >= price, from all offers together."""
+    if max_nodes <= 0 or max_depth <= 0:
+        return EMPTY_TREE
+    found = gather(offers, chance, max_depth=max_depth, vocab_size=vocab_size)
+    chosen = found.best_first()[:max_nodes]
+    while chosen and chosen[-1].path < price:
+        chosen = chosen[:-1]
+    return build(found, chosen)
