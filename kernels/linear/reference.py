@@ -1,7 +1,7 @@
 """The linear layer, one row at a time. Knows the two weight forms; refuses to know what the rows mean.
 
-A library matrix product picks its summation order by the number of rows, so it is not used: a dense row is an elementwise
-product and a sum over the last axis, of the same shape for every row; a quantised row is exact integers and then a loop
+A library matrix-matrix product picks its summation order by the number of rows, so it is not used. A dense row is a
+matrix-vector product, the same call on the same shapes for every row; a quantised row is exact integers and then a loop
 over blocks, in which every operation rounds once.
 """
 
@@ -26,7 +26,8 @@ def _dense(x: torch.Tensor, weight: DenseWeight) -> torch.Tensor:
     values = weight.values.float()  # [out, in]
     y = x.new_empty(x.shape[0], weight.out_features)
     for i in range(x.shape[0]):
-        y[i] = (values * x[i]).sum(dim=-1)  # [out]
+        row = x[i].clone()  # a library may order sums by the address: a fresh tensor always has the same alignment
+        y[i] = torch.mv(values, row)  # [out]
     return y
 
 
