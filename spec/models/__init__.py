@@ -2,3 +2,7 @@
 
 Nothing here imports transformers, unpickles, or runs code from a checkpoint.
 """
+
+from spec.models.loader import LoadedModel, load_model
+
+__all__ = ["LoadedModel", "load_model"]
