@@ -150,10 +150,6 @@ class _Walker:
         if self._grammar is not None:
             self._grammar.extend(token)
 
-    def close(self) -> None:
-        if self._grammar is not None:
-            self._grammar.close()
-
     def result(self) -> Acceptance:
         assert self.walked is not None
         path = self.walked.path
@@ -168,17 +164,13 @@ def _run(walkers: Sequence[_Walker], logits: torch.Tensor | None, ops: SampleOps
     if walkers and logits is None:
         raise InvariantError("rows with sampling options were scored without logits; see sampling.need_logits")
     active = list(walkers)
-    try:
-        while active and logits is not None:
-            for wants, decide in ((False, sampling.tokens), (True, sampling.distributions)):
-                group = [walker for walker in active if walker.wants_distribution == wants]
-                answers = decide(logits, [walker.query() for walker in group], ops) if group else []
-                for walker, answer in zip(group, answers, strict=True):
-                    walker.tell(answer)
-            active = [walker for walker in active if walker.walked is None]
-    finally:
-        for walker in walkers:
-            walker.close()
+    while active and logits is not None:
+        for wants, decide in ((False, sampling.tokens), (True, sampling.distributions)):
+            group = [walker for walker in active if walker.wants_distribution == wants]
+            answers = decide(logits, [walker.query() for walker in group], ops) if group else []
+            for walker, answer in zip(group, answers, strict=True):
+                walker.tell(answer)
+        active = [walker for walker in active if walker.walked is None]
 
 
 def _with_logprobs(rows: Sequence[ScoredRow], results: Sequence[Acceptance], logits: torch.Tensor | None) -> list[Acceptance]:

@@ -34,6 +34,8 @@ class SequenceView(Protocol):
     def sampling(self) -> SamplingParams: ...
     @property
     def policy(self) -> SpeculationPolicy: ...
+    @property
+    def grammar(self) -> object | None: ...  # spec.grammar.GrammarState at the root; None = no grammar
 
 
 @dataclass(frozen=True, slots=True)

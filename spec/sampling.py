@@ -61,13 +61,13 @@ class GrammarCursor(Protocol):
 
     def extend(self, token: int) -> None: ...
 
-    def close(self) -> None: ...
-
 
 class GrammarSource(Protocol):
     """A sequence's committed grammar state; see spec.grammar.GrammarState."""
 
-    def cursor(self) -> GrammarCursor: ...  # at the root; the state is unchanged once the cursor is closed
+    def cursor(self) -> GrammarCursor: ...  # a fork at the root; moving it never moves the state
+
+    def advance(self, token_ids: Sequence[int]) -> None: ...  # committed tokens, once each; RequestError if forbidden
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,13 +129,21 @@ def distributions(logits: torch.Tensor, queries: Sequence[NodeQuery], ops: Sampl
 def _edited(logits: torch.Tensor, queries: Sequence[NodeQuery]) -> tuple[torch.Tensor, list[RequestError | None]]:
     """A copy of the queried rows with every edit before the temperature made, and what is wrong with each."""
     block = _rows(logits, [query.score_row for query in queries])
-    for row, query in zip(block, queries, strict=True):
-        if query.edits is not None:
-            query.edits.apply(row, may_end=query.grammar is not None and query.grammar.must_end)
-        if query.grammar is not None:
-            row.masked_fill_(~query.grammar.mask(row.shape[0]).to(row.device), penalties.BANNED)
+    raised: dict[int, RequestError] = {}
+    for i, query in enumerate(queries):
+        try:
+            _edit(block[i], query)
+        except RequestError as error:  # the grammar ran into a limit
+            raised[i] = error
     peaks = block.amax(dim=-1).tolist()  # NaN wins a maximum, so one number a row tells every fault
-    return block, [_fault(peak) for peak in peaks]
+    return block, [raised.get(i) or _fault(peak) for i, peak in enumerate(peaks)]
+
+
+def _edit(row: torch.Tensor, query: NodeQuery) -> None:
+    if query.edits is not None:
+        query.edits.apply(row, may_end=query.grammar is not None and query.grammar.must_end)
+    if query.grammar is not None:
+        row.masked_fill_(~query.grammar.mask(row.shape[0]).to(row.device), penalties.BANNED)
 
 
 def _fault(peak: float) -> RequestError | None:
