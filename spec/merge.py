@@ -6,12 +6,13 @@ drafters' calibrated chances, and every drafter that named it is remembered. f(v
 chances from the root to v, which is the expected number of tokens gained by verifying v. Because f never grows towards
 the leaves, the nodes sorted by f form a valid tree at every cut, so selection needs no search.
 
-Sampled nodes (rejection rule) keep three habits that leave the output's distribution alone:
-* a sampled node is chosen by its own estimate only, which its drafter computes from the parent; an agreeing deterministic
-  proposal never raises it (choosing a draw for what it turned out to be would change the distribution it was drawn from);
-* sampled siblings come in the order drawn, before deterministic ones. A deterministic twin of a draw is then the same
-  node: after the draw was rejected its token has no mass left, so trying it again could change nothing;
-* draws of one drafter only take part in a tree: the first that offers any.
+Drawn nodes (rejection rule) must be chosen without looking at what was drawn, or they are no longer draws from q:
+* a drawn node is chosen by its own estimate only, which its drafter computes from the parent; an agreeing deterministic
+  proposal never raises it;
+* the draws of one tree are one drafter's chain, ahead of their deterministic siblings. A deterministic twin of a draw is
+  the same node: after the draw was rejected its token has no mass left, so trying it again could change nothing;
+* chains of draws are verified as a block, other trees node by node, and which of the two happens must not depend on the
+  draws either: when deterministic nodes are offered too, the tree is never a chain (`_build_drawn`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from spec.tree import EMPTY_TREE, ROOT, DraftProbs, DraftTree, Proposal
 
 Chance = Callable[[str, int, int, float], float]
 Offer = tuple[str, Proposal]
+_IN_VAIN = 99  # rank of a node that cannot be accepted, so that its rejections are counted apart
 
 
 class Candidate:
@@ -110,7 +112,7 @@ def _add(found: Candidates, name: str, proposal: Proposal, chance: Chance, max_d
     nodes = found.nodes
     probs_of = proposal.draft_probs
     placed: list[Candidate | None] = []
-    last_draw: dict[int, float] = {}  # parent -> chance of its latest draw: no later draw is above it, or in without it
+    chain_end: int | None = ROOT  # where the next draw may hang; None = the chain of draws is broken
     rows = zip(proposal.token_ids, proposal.parents, proposal.confidence, proposal.ranks, strict=True)
     for i, (token, parent_index, confidence, rank) in enumerate(rows):
         parent = None if parent_index == ROOT else placed[parent_index]
@@ -120,7 +122,10 @@ def _add(found: Candidates, name: str, proposal: Proposal, chance: Chance, max_d
         probs = None if probs_of is None else probs_of[i]
         if probs is not None:
             key = -1 - token  # a draw has its own entry; twins are joined when the tree is built
-            estimate = last_draw[parent_index] = min(estimate, last_draw.get(parent_index, 1.0))
+            if parent_index != chain_end or not estimate > 0.0:
+                chain_end, estimate = (None, 0.0) if parent_index == chain_end else (chain_end, 0.0)
+            else:
+                chain_end = i
         if not estimate > 0.0 or (parent is None and parent_index != ROOT):
             placed.append(None)
             continue
@@ -152,7 +157,7 @@ def build(found: Candidates, chosen: Sequence[Candidate]) -> DraftTree:
     if not chosen:
         return EMPTY_TREE
     if found.sampled:
-        return _build_sampled(chosen)
+        return _build_drawn(found, chosen)
     keep: list[list[Candidate]] = [[] for _ in range(len(found.nodes) + 1)]  # children chosen, by parent index + 1
     for node in sorted(chosen, key=_by_chance):
         keep[0 if node.parent is None else node.parent.index + 1].append(node)
@@ -176,8 +181,12 @@ def build(found: Candidates, chosen: Sequence[Candidate]) -> DraftTree:
     return DraftTree(tuple(tokens), tuple(parents), tuple(chances), tuple(sources), tuple(origins))
 
 
-def _build_sampled(chosen: Sequence[Candidate]) -> DraftTree:
-    """As `build`, but draws lead their siblings and a deterministic twin joins its draw."""
+def _build_drawn(found: Candidates, chosen: Sequence[Candidate]) -> DraftTree:
+    """As `build`, but a draw leads its siblings and a deterministic twin joins its draw."""
+    certain_roots = [node for node in found.roots.values() if node.probs is None]
+    if certain_roots and len(chosen) > 1 and all(node.probs is not None for node in chosen):
+        # Draws alone would be a chain: the best certain node takes the last one's place.
+        chosen = [*sorted(chosen, key=_by_path)[:-1], min(certain_roots, key=_by_path)]
     picked = set(chosen)
     tokens: list[int] = []
     parents: list[int] = []
@@ -185,12 +194,11 @@ def _build_sampled(chosen: Sequence[Candidate]) -> DraftTree:
     sources: list[tuple[str, ...]] = []
     origins: list[tuple[tuple[int, int], ...]] = []
     probs: list[DraftProbs | None] = []
+    joined = -1  # a node that is a draw and its twin
 
     def twins(nodes: Iterable[Candidate]) -> list[list[Candidate]]:
-        draws = sorted((n for n in nodes if n.probs is not None), key=lambda n: n.index)
-        certain = sorted((n for n in nodes if n.probs is None), key=_by_chance)
         groups: dict[int, list[Candidate]] = {}
-        for node in [*draws, *certain]:
+        for node in sorted(nodes, key=lambda n: (n.probs is None, -n.chance, n.index)):
             groups.setdefault(node.token, []).append(node)
         return list(groups.values())
 
@@ -198,6 +206,7 @@ def _build_sampled(chosen: Sequence[Candidate]) -> DraftTree:
     while stack:
         group, parent = stack.pop()
         place = len(tokens)
+        joined = place if len(group) > 1 else joined
         tokens.append(group[0].token)
         parents.append(parent)
         chances.append(max(node.chance for node in group))
@@ -207,6 +216,14 @@ def _build_sampled(chosen: Sequence[Candidate]) -> DraftTree:
         origins.append(tuple(credits.values()))
         below = [child for node in group for child in (node.children or {}).values() if child in picked]
         stack.extend((twin, place) for twin in reversed(twins(below)))
+    if joined >= 0 and all(parent == i - 1 for i, parent in enumerate(parents)):
+        # Joining made it a chain because of what was drawn. The twin's own place, tested in vain, keeps it a tree.
+        tokens.append(tokens[joined])
+        parents.append(parents[joined])
+        chances.append(0.0)
+        sources.append(sources[joined][-1:])
+        origins.append(((_IN_VAIN, 0),))
+        probs.append(None)
     return DraftTree(tuple(tokens), tuple(parents), tuple(chances), tuple(sources), tuple(origins), tuple(probs))
 
 
