@@ -1,0 +1,130 @@
+"""The one place where what the target said becomes part of a sequence. Knows tokens, ends and slots; refuses to know pages'
+owners, drafters and text.
+
+The earliest of end token, stop token, max_tokens and context edge wins, inside an accepted run too: ids, sources, logprobs,
+counts and committed keys are all cut at that place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from spec.accept import Acceptance
+from spec.plan import PlanRow
+from spec.request import FinishReason, StepCounts, TokenEvent, TokenLogprob
+from spec.sequence import Phase, Sequence
+from spec.tree import DraftTree
+
+_NO_COUNTS = StepCounts()
+
+
+@dataclass(slots=True)
+class Moves:
+    """Accepted keys that lie behind rejected ones, gathered over all rows of a step: slots to copy from and to."""
+
+    sources: list[int] = field(default_factory=list)
+    targets: list[int] = field(default_factory=list)
+
+
+def commit_chunk(sequence: Sequence, row: PlanRow) -> None:
+    """A prompt chunk that did not reach the prompt's end: its keys are committed, nothing is said."""
+    sequence.num_kv = row.num_kv + len(row.token_ids)
+
+
+def commit(
+    sequence: Sequence, row: PlanRow, tree: DraftTree, acceptance: Acceptance, page_size: int, moves: Moves
+) -> TokenEvent:
+    """Append the accepted tokens and `next`, cut at the first end; returns what the server is told.
+
+    Writes `token_ids`, `num_kv`, `phase` (PREFILL becomes DECODE) and `finish_reason`. A finished sequence keeps its pages
+    until the scheduler removes it.
+    """
+    length = len(sequence.token_ids)
+    run = [tree.token_ids[node] for node in acceptance.path]
+    if acceptance.error is None:
+        run.append(acceptance.next_id)
+    reason: FinishReason | None = None
+    for count, token in enumerate(run, 1):
+        reason = sequence.ends_with(length + count, token)
+        if reason is not None:
+            del run[count:]
+            break
+    error = acceptance.error if reason is None else None  # what failed behind the end was never asked for
+    if error is not None:
+        reason = "error"
+    sequence.token_ids += run
+    if sequence.grammar is not None:
+        sequence.grammar.advance(run)
+    # Keys exist for the known tokens and the path; the newest token stays the pending root.
+    sequence.num_kv = len(sequence.token_ids) - 1 if run else row.num_kv
+    if acceptance.path:
+        _compact(acceptance.path[: sequence.num_kv - length], length, row.page_ids, page_size, moves)
+    if sequence.phase is Phase.PREFILL:
+        sequence.move_to(Phase.DECODE)
+    sequence.finish_reason = reason
+    return _event(sequence, tree, acceptance, run, error.code if error else None, str(error) if error else None)
+
+
+def failure(sequence: Sequence, message: str, code: str) -> TokenEvent:
+    """End one request with an error; its pages come back when the scheduler removes it."""
+    sequence.finish_reason = "error"
+    return TokenEvent(request_id=sequence.seq_id, finish_reason="error", error=message, error_code=code)
+
+
+def _compact(path: tuple[int, ...], start: int, pages: list[int], page_size: int, moves: Moves) -> None:
+    """Queue the copies that bring the accepted keys to positions start, start + 1, ...; node i lies at start + i.
+
+    Nothing moves when the accepted path came first in the tree. Over all rows the copies may overlap (a target of one depth is
+    a source of the next), so the move op reads every source before it writes.
+    """
+    for depth, node in enumerate(path):
+        if node != depth:
+            source, target = start + node, start + depth
+            moves.sources.append(pages[source // page_size] * page_size + source % page_size)
+            moves.targets.append(pages[target // page_size] * page_size + target % page_size)
+
+
+def _event(
+    sequence: Sequence,
+    tree: DraftTree,
+    acceptance: Acceptance,
+    run: list[int],
+    error_code: str | None,
+    error: str | None,
+) -> TokenEvent:
+    accepted = min(len(acceptance.path), len(run))
+    sources = tuple([_source(tree, node) for node in acceptance.path[:accepted]] + [""] * (len(run) - accepted))
+    logprobs: tuple[TokenLogprob, ...] = acceptance.logprobs[: len(run)] if acceptance.logprobs else ()
+    first = not sequence.started
+    sequence.started = True
+    stopped = sequence.finish_reason == "stop"
+    return TokenEvent(
+        request_id=sequence.seq_id,
+        token_ids=tuple(run),
+        sources=sources,
+        logprobs=logprobs,
+        counts=_counts(tree, sources[:accepted]) if tree.token_ids else _NO_COUNTS,
+        started=first,
+        cached_tokens=sequence.cached_tokens if first else 0,
+        queue_seconds=(sequence.scheduled_at or sequence.arrived_at) - sequence.arrived_at if first else 0.0,
+        finish_reason=sequence.finish_reason,
+        stop_token=run[-1] if stopped else None,
+        error=error,
+        error_code=error_code,
+    )
+
+
+def _source(tree: DraftTree, node: int) -> str:
+    """The drafter credited with a node."""
+    return tree.sources[node][0] if tree.sources and tree.sources[node] else "draft"
+
+
+def _counts(tree: DraftTree, accepted_sources: tuple[str, ...]) -> StepCounts:
+    drafted_by: dict[str, int] = {}
+    accepted_by: dict[str, int] = {}
+    for node in range(len(tree)):
+        name = _source(tree, node)
+        drafted_by[name] = drafted_by.get(name, 0) + 1
+    for name in accepted_sources:
+        accepted_by[name] = accepted_by.get(name, 0) + 1
+    return StepCounts(len(tree), len(accepted_sources), drafted_by, accepted_by)

@@ -1,0 +1,207 @@
+"""All drafters as one, with their faults contained. Knows the Drafter and Speculator interfaces; refuses to know any drafter.
+
+Whatever a drafter does (raises, offers ids outside the vocabulary, too many nodes, NaN), the cost is speed: the proposal is
+dropped, the fault counted, the drafter closed for that sequence, and after MAX_FAULTS faults closed for good with one log line.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from spec.drafter import Budget, Drafter, Outcome
+from spec.sequence import Sequence as EngineSequence
+from spec.speculator import Limit, Load, Speculator, StepRecord
+from spec.tree import EMPTY_TREE, NOTHING, ROOT, DraftTree, Proposal
+
+MAX_FAULTS = 3
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Member:
+    drafter: Drafter
+    name: str
+    faults: int = 0
+    serves: set[int] = field(default_factory=set)  # sequences whose policy lets it draft
+    opened: set[int] = field(default_factory=set)  # of those, the ones that decode
+
+
+class DraftTeam:
+    """`seconds` and `faults` are totals by drafter name, for the metrics."""
+
+    def __init__(
+        self, drafters: Sequence[Drafter], speculator: Speculator, vocab_size: int, clock: Callable[[], float]
+    ) -> None:
+        self.speculator = speculator
+        self.seconds = {drafter.name: 0.0 for drafter in drafters}
+        self.faults = {drafter.name: 0 for drafter in drafters}
+        self.last_ms: dict[str, float] = {}  # drafting time of the latest step
+        self._members = [_Member(drafter, drafter.name) for drafter in drafters]
+        self._vocab_size = vocab_size
+        self._clock = clock
+
+    @property
+    def active(self) -> bool:
+        return bool(self._members)
+
+    # --- a sequence's life ------------------------------------------------------------------------------------------
+
+    def admit(self, sequence: EngineSequence) -> None:
+        """The sequence starts prefilling. Its policy is read here."""
+        policy = sequence.policy
+        if policy.mode == "off" or policy.max_nodes == 0:
+            return
+        for member in self._members:
+            if policy.drafters is None or member.name in policy.drafters:
+                member.serves.add(sequence.seq_id)
+
+    def open(self, sequence: EngineSequence) -> None:
+        """The sequence starts decoding: its first token of this run is in `token_ids`."""
+        for member in list(self._members):
+            if sequence.seq_id in member.serves:
+                try:
+                    member.drafter.open(sequence)
+                    member.opened.add(sequence.seq_id)
+                except Exception as error:
+                    self._fault(member, sequence.seq_id, f"open raised {error!r}")
+
+    def close(self, seq_id: int) -> None:
+        """The sequence left: finished, cancelled or preempted."""
+        for member in list(self._members):
+            member.serves.discard(seq_id)
+            if seq_id in member.opened:
+                member.opened.discard(seq_id)
+                try:
+                    member.drafter.close(seq_id)
+                except Exception as error:
+                    self._fault(member, seq_id, f"close raised {error!r}")
+
+    # --- one step ---------------------------------------------------------------------------------------------------
+
+    def budgets(self, sequences: Sequence[EngineSequence], limits: Sequence[Limit], load: Load) -> list[Budget] | None:
+        """What each sequence may draft now; None when nobody may, and then the step is plain decoding."""
+        if not any(limit.max_nodes for limit in limits):
+            return None
+        budgets = self.speculator.budgets(sequences, limits, load)
+        return budgets if any(budget.max_nodes > 0 for budget in budgets) else None
+
+    def propose(self, sequences: Sequence[EngineSequence], budgets: Sequence[Budget]) -> list[DraftTree] | None:
+        """One tree per sequence, merged and priced by the speculator; None when nothing was drafted."""
+        self.last_ms = {}
+        proposals: dict[str, Sequence[Proposal]] = {}
+        for member in list(self._members):
+            opened = member.opened
+            asked = [i for i, s in enumerate(sequences) if budgets[i].max_nodes > 0 and s.seq_id in opened]
+            if asked:
+                offered = self._ask(member, sequences, budgets, asked)
+                if any(proposal.token_ids for proposal in offered):
+                    proposals[member.name] = offered
+        if not proposals:
+            return None
+        trees = self.speculator.admit(sequences, budgets, proposals)
+        return [
+            tree if len(tree) <= budget.max_nodes and max(tree.depths, default=0) <= budget.max_depth else EMPTY_TREE
+            for tree, budget in zip(trees, budgets, strict=True)
+        ]
+
+    def observe(self, outcomes: Sequence[Outcome], hidden: torch.Tensor) -> None:
+        """Tell every drafter what became of the sequences it serves, prompt chunks included."""
+        for member in list(self._members):
+            serves = member.serves
+            mine = [outcome for outcome in outcomes if outcome.view.seq_id in serves]
+            if not mine:
+                continue
+            start = self._clock()
+            try:
+                member.drafter.observe(mine, hidden)
+            except Exception as error:
+                self._fault(member, None, f"observe raised {error!r}")
+            self._charge(member, start)
+
+    def record(self, step: StepRecord) -> None:
+        self.speculator.record(step)
+
+    # --- faults -----------------------------------------------------------------------------------------------------
+
+    def _ask(
+        self, member: _Member, sequences: Sequence[EngineSequence], budgets: Sequence[Budget], asked: list[int]
+    ) -> list[Proposal]:
+        """The member's proposals, NOTHING for sequences it was not asked about or drafted garbage for."""
+        offered = [NOTHING] * len(sequences)
+        start = self._clock()
+        try:
+            answers = member.drafter.propose([sequences[i] for i in asked], [budgets[i] for i in asked])
+            if len(answers) != len(asked):
+                raise ValueError(f"{len(answers)} proposals for {len(asked)} sequences")
+        except Exception as error:
+            self._fault(member, None, f"propose raised {error!r}")
+            return offered
+        finally:
+            self._charge(member, start)
+        for i, proposal in zip(asked, answers, strict=True):
+            if not proposal.token_ids:
+                continue
+            flaw = find_flaw(proposal, budgets[i], self._vocab_size)
+            if flaw is None:
+                offered[i] = proposal
+            else:
+                self._fault(member, sequences[i].seq_id, flaw)
+        return offered
+
+    def _charge(self, member: _Member, start: float) -> None:
+        seconds = self._clock() - start
+        self.seconds[member.name] += seconds
+        self.last_ms[member.name] = self.last_ms.get(member.name, 0.0) + seconds * 1e3
+
+    def _fault(self, member: _Member, seq_id: int | None, what: str) -> None:
+        """Count it; close the drafter for the sequence, and for everybody after too many."""
+        member.faults += 1
+        self.faults[member.name] += 1
+        if seq_id is not None:
+            member.serves.discard(seq_id)
+            member.opened.discard(seq_id)
+            _quietly(member.drafter.close, seq_id)
+        if member.faults == MAX_FAULTS and member in self._members:
+            self._members.remove(member)
+            log.warning("drafter %s is switched off after %d faults; the last one: %s", member.name, MAX_FAULTS, what)
+            for opened in member.opened:
+                _quietly(member.drafter.close, opened)
+
+
+def find_flaw(proposal: Proposal, budget: Budget, vocab_size: int) -> str | None:
+    """What is wrong with a proposal, or None."""
+    ids, parents = proposal.token_ids, proposal.parents
+    count = len(ids)
+    if count > budget.max_nodes:
+        return f"{count} nodes were drafted, {budget.max_nodes} allowed"
+    if not count == len(parents) == len(proposal.confidence) == len(proposal.ranks):
+        return "token_ids, parents, confidence and ranks differ in length"
+    if proposal.draft_probs is not None and len(proposal.draft_probs) != count:
+        return "draft_probs and token_ids differ in length"
+    if min(ids) < 0 or max(ids) >= vocab_size:
+        return f"a token id is outside the vocabulary of {vocab_size}"
+    if not all(0.0 <= score <= 1.0 for score in proposal.confidence):  # NaN fails every comparison
+        return "a confidence is not between 0 and 1"
+    if min(proposal.ranks) < 0:
+        return "a rank is negative"
+    depths: list[int] = []
+    for node, parent in enumerate(parents):
+        if not ROOT <= parent < node:
+            return f"node {node} has parent {parent}; a parent must come before its child"
+        depths.append(1 if parent == ROOT else depths[parent] + 1)
+    if max(depths) > budget.max_depth:
+        return f"a node has depth {max(depths)}, {budget.max_depth} allowed"
+    return None
+
+
+def _quietly(close: Callable[[int], None], seq_id: int) -> None:
+    """Close a drafter that is being given up; what it raises was counted already."""
+    try:
+        close(seq_id)
+    except Exception as error:
+        log.debug("closing sequence %d raised %r", seq_id, error)

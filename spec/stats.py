@@ -1,0 +1,54 @@
+"""Counters of one engine. Knows what is counted and how each figure is defined; refuses to know how it is shown.
+
+drafted: nodes the target verified. accepted: drafted tokens that were delivered (a token thrown away behind an end token,
+max_tokens or the context edge is not accepted). Totals never fall.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from spec.request import TokenEvent
+from spec.tree import MAX_NODES, DraftTree
+
+PHASES = ("draft", "verify", "accept", "commit", "other")
+
+
+@dataclass(slots=True)
+class EngineStats:
+    steps: int = 0
+    last_step_seconds: float = 0.0
+    phase_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    prompt_tokens: int = 0  # of requests that started, counted once
+    generation_tokens: int = 0  # delivered
+    finished: Counter[str] = field(default_factory=Counter)  # by finish_reason
+    row_steps: int = 0  # target passes of decoding sequences, one a sequence and step
+    emitted: int = 0  # tokens those passes delivered
+    drafts: int = 0  # trees verified
+    drafted: Counter[str] = field(default_factory=Counter)  # nodes by credited drafter
+    accepted: Counter[str] = field(default_factory=Counter)
+    accepted_per_position: list[int] = field(default_factory=lambda: [0] * MAX_NODES)  # [i] = delivered at depth i + 1
+
+    def count(self, event: TokenEvent, tree: DraftTree, decoding: bool) -> None:
+        """One sequence's share of one step."""
+        self.generation_tokens += len(event.token_ids)
+        if event.finish_reason is not None:
+            self.finished[event.finish_reason] += 1
+        if decoding:
+            self.row_steps += 1
+            self.emitted += len(event.token_ids)
+        if tree.token_ids:
+            self.drafts += 1
+            counts = event.counts
+            self.drafted.update(counts.drafted_by)
+            self.accepted.update(counts.accepted_by)
+            for depth in range(counts.accepted):
+                self.accepted_per_position[depth] += 1
+
+    def end_step(self, seconds: float, spent_before: float) -> None:
+        """Wall time of one step; what no phase claimed since `spent_before` goes to "other"."""
+        self.steps += 1
+        self.last_step_seconds = seconds
+        claimed = sum(self.phase_seconds.values()) - spent_before
+        self.phase_seconds["other"] += max(seconds - claimed, 0.0)

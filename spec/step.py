@@ -1,0 +1,228 @@
+"""One step: propose, build inputs, run the target, accept, commit, observe. Knows the order; refuses to know how each is done.
+
+Decide, compute, commit: until `_commit_rows` nothing here changes a sequence, except that the scheduler lends it pages.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from spec.accept import Acceptance, ScoredRow, accept
+from spec.commit import Moves, commit, commit_chunk, failure
+from spec.drafter import Outcome
+from spec.drafting import DraftTeam
+from spec.errors import InvariantError, RequestError
+from spec.inputs import build_inputs
+from spec.paging import Paging
+from spec.plan import PlanRow, StepPlan
+from spec.request import TokenEvent
+from spec.sampling import SampleOps
+from spec.scheduler import Scheduler
+from spec.sequence import Phase
+from spec.sequence import Sequence as EngineSequence
+from spec.speculator import Load, StepRecord
+from spec.stats import EngineStats
+from spec.store import KVStore
+from spec.target import TargetModel, TargetScores
+from spec.tree import EMPTY_TREE, DraftTree
+
+log = logging.getLogger(__name__)
+
+_DROPPED = Acceptance((), -1, error=RequestError("the engine failed on this request", code="internal_error"))
+
+
+@dataclass(frozen=True, slots=True)
+class Core:
+    """What a step works with; made once by the engine."""
+
+    target: TargetModel
+    store: KVStore
+    paging: Paging
+    scheduler: Scheduler
+    team: DraftTeam
+    eos_ids: frozenset[int]
+    ops: SampleOps
+    clock: Callable[[], float]
+    stats: EngineStats
+    sequences: dict[int, EngineSequence] = field(default_factory=dict)  # every unfinished one, by id
+
+    @property
+    def device(self) -> torch.device:
+        return self.target.store.k.device
+
+
+def speculative_step(core: Core, plan: StepPlan) -> list[TokenEvent]:
+    """Run the plan's rows through the target once and return what its sequences said."""
+    clock = core.clock
+    began = clock()
+    sequences = [core.sequences[row.seq_id] for row in plan.rows]
+
+    trees = _propose(core, plan, sequences)
+    proposed = clock()
+
+    inputs = build_inputs(plan.rows, trees, core.paging.page_size, core.device)
+    need_logits = any(row.scored and sequence.needs_logits for row, sequence in zip(plan.rows, sequences, strict=True))
+    scores = core.target.run(inputs, need_logits)
+    verified = clock()
+
+    acceptances = _accept(core, plan.rows, sequences, trees, scores)
+    accepted = clock()
+
+    events = _commit_rows(core, plan.rows, sequences, trees, acceptances)
+    committed = clock()
+
+    if core.team.active:
+        outcomes = _outcomes(plan.rows, sequences, trees, acceptances)
+        _observe(core, plan, outcomes, scores, (verified - proposed) * 1e3, began)
+    observed = clock()
+
+    _give_back(core, sequences)
+    done = clock()
+    spent = core.stats.phase_seconds
+    spent["draft"] += proposed - began + observed - committed
+    spent["verify"] += verified - proposed
+    spent["accept"] += accepted - verified
+    spent["commit"] += committed - accepted + done - observed
+    return events
+
+
+def _load(plan: StepPlan) -> Load:
+    return Load(prefill_tokens=plan.prefill_tokens, sequences=len(plan.rows), context=plan.context)
+
+
+def _propose(core: Core, plan: StepPlan, sequences: Sequence[EngineSequence]) -> list[DraftTree]:
+    """One tree per row. Where nobody may draft this costs nothing and the step is plain decoding."""
+    trees = [EMPTY_TREE] * len(plan.rows)
+    if not (plan.num_decoding and core.team.active):
+        return trees
+    decoding = list(sequences[: plan.num_decoding])
+    budgets = core.team.budgets(decoding, core.scheduler.limits(decoding), _load(plan))
+    if budgets is None:
+        return trees
+    for sequence, budget in zip(decoding, budgets, strict=True):
+        core.scheduler.reserve_window(sequence, budget.max_nodes)
+    drafted = core.team.propose(decoding, budgets)
+    if drafted is not None:
+        trees[: plan.num_decoding] = drafted
+    return trees
+
+
+def _accept(
+    core: Core,
+    rows: Sequence[PlanRow],
+    sequences: Sequence[EngineSequence],
+    trees: Sequence[DraftTree],
+    scores: TargetScores,
+) -> list[Acceptance | None]:
+    """One acceptance per scored row, None for prompt chunks in between. One row's failure is that row's alone."""
+    scored: list[ScoredRow] = []
+    first = node = 0
+    for row, sequence, tree in zip(rows, sequences, trees, strict=True):
+        node += len(row.token_ids)
+        if row.scored:
+            scored.append(ScoredRow(sequence, tree, first, sequence.grammar, node - 1))
+            first += len(tree) + 1
+        node += len(tree)
+    if not scored:
+        return [None] * len(rows)
+    try:
+        found = accept(scored, scores, eos_ids=core.eos_ids, ops=core.ops)
+    except Exception:
+        log.exception("accepting %d rows at once failed; each is tried alone", len(scored))
+        found = [_accept_alone(core, row, scores) for row in scored]
+    answers = iter(found)
+    return [next(answers) if row.scored else None for row in rows]
+
+
+def _accept_alone(core: Core, row: ScoredRow, scores: TargetScores) -> Acceptance:
+    try:
+        return accept([row], scores, eos_ids=core.eos_ids, ops=core.ops)[0]
+    except RequestError as error:
+        return Acceptance((), -1, error=error)
+    except Exception:
+        log.exception("request %d is ended: what the target said to it cannot be read", row.view.seq_id)
+        return _DROPPED
+
+
+def _commit_rows(
+    core: Core,
+    rows: Sequence[PlanRow],
+    sequences: Sequence[EngineSequence],
+    trees: Sequence[DraftTree],
+    acceptances: Sequence[Acceptance | None],
+) -> list[TokenEvent]:
+    """Write every row's result into its sequence and move accepted keys into place."""
+    events: list[TokenEvent] = []
+    moves = Moves()
+    for row, sequence, tree, acceptance in zip(rows, sequences, trees, acceptances, strict=True):
+        if acceptance is None:
+            commit_chunk(sequence, row)
+            continue
+        starts = sequence.phase is Phase.PREFILL
+        try:
+            event = commit(sequence, row, tree, acceptance, core.paging.page_size, moves)
+        except Exception:
+            log.exception("request %d is ended: its step could not be committed", sequence.seq_id)
+            event = failure(sequence, "the engine failed on this request", "internal_error")
+        core.stats.count(event, tree, row.decoding)
+        events.append(event)
+        if starts and event.finish_reason is None:
+            core.team.open(sequence)
+    core.store.move(moves.sources, moves.targets)
+    return events
+
+
+def _outcomes(
+    rows: Sequence[PlanRow],
+    sequences: Sequence[EngineSequence],
+    trees: Sequence[DraftTree],
+    acceptances: Sequence[Acceptance | None],
+) -> list[Outcome]:
+    """What became of each row, before its pages are given back."""
+    outcomes: list[Outcome] = []
+    node = 0
+    for row, sequence, tree, acceptance in zip(rows, sequences, trees, acceptances, strict=True):
+        count = len(row.token_ids) + len(tree)
+        path = acceptance.path if acceptance is not None else ()
+        next_id = acceptance.next_id if acceptance is not None and acceptance.error is None else None
+        finished = sequence.finish_reason is not None
+        outcomes.append(Outcome(sequence, tree, path, next_id, node, count, finished))
+        node += count
+    return outcomes
+
+
+def _observe(
+    core: Core, plan: StepPlan, outcomes: Sequence[Outcome], scores: TargetScores, target_ms: float, began: float
+) -> None:
+    core.team.observe(outcomes, scores.hidden)
+    core.team.record(
+        StepRecord(
+            nodes=scores.hidden.shape[0],
+            load=_load(plan),
+            outcomes=outcomes[: plan.num_decoding],
+            draft_ms=core.team.last_ms,
+            target_ms=target_ms,
+            total_ms=(core.clock() - began) * 1e3,
+        )
+    )
+
+
+def _give_back(core: Core, sequences: Sequence[EngineSequence]) -> None:
+    """Publish full pages, free the rest of the draft windows, let finished sequences go."""
+    for sequence in sequences:
+        reason = sequence.finish_reason
+        if reason is not None:
+            core.team.close(sequence.seq_id)
+            core.scheduler.remove(sequence, publish=reason != "error")
+            del core.sequences[sequence.seq_id]
+            continue
+        core.paging.publish(sequence)
+        core.paging.trim(sequence)
+        if sequence.phase is Phase.DECODE and sequence.num_kv != len(sequence.token_ids) - 1:
+            raise InvariantError(
+                f"sequence {sequence.seq_id} holds {sequence.num_kv} keys for {len(sequence.token_ids)} tokens"
+            )
