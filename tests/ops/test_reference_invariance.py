@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-
 import toy
 from invariance import check_invariance
+
 from kernels.decoder.reference import ReferenceDecoder
 
 CONFIGS = {

@@ -10,11 +10,11 @@ import random
 from collections.abc import Callable, Sequence
 
 import torch
+from toy import Row, new_store, step_inputs
 
 from kernels.batch import KVTensors
 from kernels.decoder import Decoder
 from kernels.kv_slots.reference import move as reference_move
-from toy import Row, new_store, step_inputs
 
 Move = Callable[[torch.Tensor, torch.Tensor, KVTensors], None]
 Scores = tuple[torch.Tensor, torch.Tensor]  # hidden [T, hidden], logits [T, vocab]
