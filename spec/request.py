@@ -98,3 +98,4 @@ class TokenEvent(msgspec.Struct, frozen=True, omit_defaults=True):
     stop_token: int | None = None  # the end or stop token that ended the answer; it is the last of token_ids
     error: str | None = None  # with finish_reason "error"
     error_code: str | None = None
+    error_param: str | None = None  # the request's field at fault, when there is one
