@@ -1,0 +1,75 @@
+"""Rows of a draft model's pass -> the tensors of one forward. Knows the layout of `StepInputs`; refuses to know why a row runs.
+
+A row here is a forest over committed keys: nodes in order parent before child, whose roots continue the key before `kv_len`.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kernels.batch import StepInputs
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRow:
+    """One sequence's nodes in one draft pass."""
+
+    token_ids: Sequence[int]
+    parents: Sequence[int] | None  # row-local, -1 = the key before kv_len; None = a causal chain of any length
+    kv_len: int  # keys of this sequence that are valid in the draft store
+    page_ids: Sequence[int]
+    scored: Sequence[int]  # row-local nodes whose logits are wanted, ascending
+
+
+def draft_inputs(rows: Sequence[DraftRow], page_size: int, device: torch.device) -> StepInputs:
+    """StepInputs of a draft pass; node i of a row lies at logical index kv_len + i."""
+    ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    words: list[int] = []
+    scored: list[int] = []
+    row_ptr = [0]
+    width = 1
+    for row in rows:
+        first, start, pages = len(ids), row.kv_len, row.page_ids
+        stop = start + len(row.token_ids)
+        ids += row.token_ids
+        slots += [pages[at // page_size] * page_size + at % page_size for at in range(start, stop)]
+        if row.parents is None:
+            positions += range(start, stop)
+            words += [0] * len(row.token_ids)
+        else:
+            own: list[int] = []
+            depths: list[int] = []
+            for i, parent in enumerate(row.parents):
+                own.append((own[parent] if parent >= 0 else 0) | 1 << i)
+                depths.append(depths[parent] + 1 if parent >= 0 else 0)
+            words += own
+            positions += [start + depth for depth in depths]
+        scored += [first + node for node in row.scored]
+        row_ptr.append(len(ids))
+        width = max(width, -(-stop // page_size))
+    table: list[int] = []
+    for row in rows:
+        pages = list(row.page_ids[:width])
+        table += pages + [0] * (width - len(pages))
+    nodes, count = len(ids), len(rows)
+    flat = ids + positions + slots + row_ptr + [row.kv_len for row in rows] + scored + table
+    ints = torch.frombuffer(array("i", flat), dtype=torch.int32).to(device)
+    sizes = [nodes, nodes, nodes, count + 1, count, len(scored), count * width]
+    id_t, position_t, slot_t, ptr_t, kv_t, score_t, table_t = torch.split(ints, sizes)
+    return StepInputs(
+        input_ids=id_t,
+        positions=position_t,
+        slots=slot_t,
+        words=torch.frombuffer(array("Q", words), dtype=torch.int64).to(device),
+        causal=torch.tensor([row.parents is None for row in rows], dtype=torch.uint8, device=device),
+        row_ptr=ptr_t,
+        page_table=table_t.view(count, width),
+        kv_lens=kv_t,
+        score_rows=score_t,
+    )
