@@ -42,7 +42,7 @@ class ScoredRow:
 @dataclass(frozen=True, slots=True)
 class Acceptance:
     """`error` set: the target could not name a next token (see spec.sampling); `next_id` is -1. The accepted nodes in `path`
-    are good and are delivered before the request ends with the error.
+    are good and are delivered before the request ends with the error; if one of them ends the answer, the error is moot.
     """
 
     path: tuple[int, ...]  # accepted nodes as indices into the tree, root side first
@@ -122,8 +122,9 @@ class _Walker:
         self.node = next(self.walk)
         self.walked: Walked | None = None
         self.error: RequestError | None = None
-        self._end_ids = sampling.end_ids(options, eos_ids)
-        self._edits = PathEdits(options, row.view.token_ids, row.view.prompt_len, self._end_ids) if has_edits(options) else None
+        self._edits: PathEdits | None = None
+        if has_edits(options):
+            self._edits = PathEdits(options, row.view.token_ids, row.view.prompt_len, sampling.end_ids(options, eos_ids))
         self._grammar = row.grammar.cursor() if options.grammar is not None and row.grammar is not None else None
         if options.grammar is not None and row.grammar is None:
             raise InvariantError(f"sequence {row.view.seq_id} has a grammar but its row carries no grammar state")
@@ -151,11 +152,8 @@ class _Walker:
             self._grammar.extend(token)
 
     def result(self) -> Acceptance:
-        assert self.walked is not None
-        path = self.walked.path
-        ended = next((self.row.tree.token_ids[n] for n in path if self.row.tree.token_ids[n] in self._end_ids), None)
-        if self.walked.next_id is None and ended is not None:
-            return Acceptance(path, ended)  # what failed lies behind the answer's end and is never delivered
+        if self.walked is None:
+            raise InvariantError("a walk was left before its end")
         return _settled(self.walked, self.error)
 
 

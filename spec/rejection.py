@@ -88,33 +88,33 @@ def block(tree: DraftTree, seed: int, length: int) -> DistributionWalk:
     """
     count = len(tree)
     weight, good = 1.0, 0
-    leftover: Distribution | None = None
+    remains: Distribution | None = None
     for i in range(count + 1):
         p = yield i - 1
         if p is None:
             if i == 0 or uniform(seed, length + i - 1, TEST, 0, length) < weight:
-                good, leftover = i, None
+                good, remains = i, None
             break
         if i == count:
             chance, rest = weight, p
         else:
             q = proposal(tree, i, [], p.shape[0])
             point = q if q is not None else _point_mass(tree.token_ids[i], p.shape[0])
-            rest = np.maximum(weight * p - point, 0.0)
+            rest = leftover(weight * p, point)
             total = float(rest.sum())
             chance = total / (total + 1.0 - weight) if weight < 1.0 else 1.0
             rest = rest if total > 0.0 else p
         if i == 0 or uniform(seed, length + i - 1, TEST, 0, length) < chance:
-            good, leftover = i, rest
+            good, remains = i, rest
         if i < count:
             x = tree.token_ids[i]
             weight = min(1.0, weight * float(p[x]) / float(point[x])) if x < p.shape[0] else 0.0
             if weight == 0.0:
                 break
     path = tuple(range(good))
-    if leftover is None:
+    if remains is None:
         return Walked(path, None)
-    return Walked(path, draw(leftover, uniform(seed, length + good, RESIDUAL, 0, length)))
+    return Walked(path, draw(remains, uniform(seed, length + good, RESIDUAL, 0, length)))
 
 
 def proposal(tree: DraftTree, node: int, tried: list[int], vocab_size: int) -> Distribution | None:
@@ -146,13 +146,14 @@ def residual(p: Distribution, q: Distribution | None, token: int) -> Distributio
 
     Where rounding leaves nothing (p equal to q, or p a point mass on the token) p itself stays: that rejection had no chance.
     """
-    if q is None:
-        rest = p.copy()
-        rest[token] = 0.0
-    else:
-        rest = np.maximum(p - q, 0.0)
+    rest = leftover(p, q if q is not None else _point_mass(token, p.shape[0]))
     total = float(rest.sum())
     return rest / total if total > 0.0 else p
+
+
+def leftover(p: Distribution, q: Distribution) -> Distribution:
+    """max(p - q, 0), not normalised."""
+    return np.maximum(p - q, 0.0)
 
 
 def draw(p: Distribution, noise: float) -> int:
