@@ -99,16 +99,15 @@ class Engine:
         self._core.sequences[request.id] = sequence
         self._core.scheduler.add(sequence)
 
-    def cancel(self, request_id: int) -> bool:
-        """End a request now, waiting or running; its pages are back when this returns. False: there is no such request."""
+    def cancel(self, request_id: int) -> None:
+        """End a request now, waiting or running; its pages are back when this returns. Unknown ids (just ended) are ignored."""
         sequence = self._core.sequences.pop(request_id, None)
         if sequence is None:
-            return False
+            return
         sequence.finish_reason = "cancelled"
         self._core.team.close(request_id)
         self._core.scheduler.remove(sequence)
         self._say(TokenEvent(request_id=request_id, finish_reason="cancelled"))
-        return True
 
     def step(self) -> list[TokenEvent]:
         """Run one step and return everything said since the last one. With nothing to do it returns at once."""
@@ -129,8 +128,8 @@ class Engine:
             stats.end_step(self._clock() - began, spent)
         return events
 
-    @property
     def has_work(self) -> bool:
+        """True while a step would do or say something."""
         return bool(self._core.sequences or self._events)
 
     # --- figures and checks -----------------------------------------------------------------------------------------
@@ -141,8 +140,9 @@ class Engine:
         return {
             "num_requests_running": len(core.scheduler.running),
             "num_requests_waiting": len(core.scheduler.waiting),
-            "kv_pages": {"live": pool.live, "cached": pool.cached, "free": pool.free},
-            "kv_pages_total": pool.total,
+            "kv_pages_live": pool.live,
+            "kv_pages_cached": pool.cached,
+            "kv_pages_free": pool.free,
             "prefix_cache_queries": core.scheduler.prefix_queries,
             "prefix_cache_hits": core.scheduler.prefix_hits,
             "prompt_tokens": stats.prompt_tokens,
@@ -164,7 +164,7 @@ class Engine:
 
     def idle_check(self) -> None:
         """Raise InvariantError unless an engine without work holds nothing."""
-        if self.has_work:
+        if self.has_work():
             raise InvariantError("the engine is not idle")
         self.check()
         if self.pool.live:

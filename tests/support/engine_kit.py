@@ -272,7 +272,7 @@ class Runner:
 
     def finish(self, limit: int = 5000) -> dict[int, Answer]:
         """Step until nothing is left to do; the engine must then hold nothing."""
-        while self.engine.has_work:
+        while self.engine.has_work():
             assert self.steps < limit, "the engine makes no progress"
             self.step()
         self.engine.idle_check()
