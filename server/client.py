@@ -21,6 +21,7 @@ from typing import Any
 
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake
+from websockets.typing import Subprotocol
 
 FIRST_PAUSE = 0.25  # seconds before the first new attempt; doubles each time
 LONGEST_PAUSE = 8.0
@@ -153,8 +154,8 @@ class Client:
             self._socket = await connect(
                 self.url,
                 additional_headers=headers,
-                subprotocols=["forespeak.v1.json"],
-                max_size=2**24,  # type: ignore[list-item]
+                subprotocols=[Subprotocol("forespeak.v1.json")],
+                max_size=2**24,
             )
             self.hello = json.loads(await self._socket.recv())
         except (OSError, InvalidHandshake, TimeoutError) as error:
