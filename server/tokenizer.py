@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from server import tokenizer_gguf
+from server.template import end_of_turn
 from server.vocabulary import Tokenizer, TokenizerFacts
 from spec.errors import ModelFileError
 
@@ -128,7 +129,9 @@ def _from_files(read: Reader, name: str) -> Tokenizer:
         add_bos=add_bos if isinstance(add_bos, bool) else None,
         chat_templates=_templates(read, config, read_json("chat_template.json")),
     )
-    return Tokenizer(read("tokenizer.json") or "", facts)
+    tokenizer = Tokenizer(read("tokenizer.json") or "", facts)
+    end = end_of_turn(tokenizer)
+    return tokenizer if end is None else tokenizer.with_ends([end])
 
 
 def _ids(config: Json) -> list[int]:

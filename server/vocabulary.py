@@ -10,6 +10,7 @@ added tokens of the library's own tokenizer, which therefore splits, strips and 
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import re
 import threading
@@ -80,7 +81,10 @@ class Marked:
 
     def encode(self, text: str, *, around: bool = False) -> list[int]:
         """Token ids of text in which only marks are control tokens. `around` adds what the model's raw prompts begin with."""
-        ids = self._backend.encode(text, add_special_tokens=around).ids
+        try:
+            ids = self._backend.encode(text, add_special_tokens=around).ids
+        except UnicodeEncodeError:
+            raise RequestError("the text holds half of a surrogate pair", code="invalid_value", param="messages") from None
         if self._real.keys().isdisjoint(ids):
             return list(ids)
         return [self._real.get(index, index) for index in ids]
@@ -179,6 +183,13 @@ class Tokenizer:
         """Digest of the tokens in id order: equal for two files of one vocabulary, whatever their formats."""
         ordered = sorted(self._vocabulary.items(), key=lambda item: item[1])
         return hashlib.sha256("\n".join(f"{index} {token}" for token, index in ordered).encode()).hexdigest()
+
+    def with_ends(self, ids: Sequence[int]) -> Tokenizer:
+        """The same tokenizer with more tokens that end an answer."""
+        other = copy.copy(self)
+        other.eos_ids = tuple(sorted({*self.eos_ids, *ids}))
+        other.hidden_ids = self.special_ids | frozenset(other.eos_ids)
+        return other
 
     def marked(self, text: str) -> Marked:
         """A backend none of whose marks occurs in `text`. Raises RequestError for text that leaves no private-use block free."""
