@@ -41,6 +41,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     drain_seconds: float = 30.0
     metrics_prefix: str = "forespeak:"
     log_prompts: bool = False
+    log_json: bool = False  # one JSON object a line instead of plain text
     # how it computes
     device: Literal["cpu", "cuda"] = "cpu"
     backend: Literal["auto", "native", "reference", "triton"] = "auto"

@@ -1,0 +1,223 @@
+"""One answer being made: engine events in, text pieces out. Knows incremental decoding, stop strings and what is counted;
+refuses to know sockets and JSON shapes.
+
+Text, ids, log probabilities, usage and draft counts are cut at the same token. Pieces wait here and merge until they are taken,
+so a slow reader costs memory for text only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from server.api_error import ApiError, from_engine
+from server.text import StopMatcher, TextStream
+from spec.request import FinishReason, Request, TokenEvent, TokenLogprob
+
+
+@dataclass(slots=True)
+class Piece:
+    """Tokens not yet taken and the text they made visible. `parts` has (text, drafter or "") per token, and one for text
+    released at the end; a token whose text is held back or invisible has "" there."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    parts: list[tuple[str, str]] = field(default_factory=list)
+    drafted: int = 0
+
+    @property
+    def text(self) -> str:
+        return "".join([text for text, _ in self.parts])
+
+    @property
+    def accepted(self) -> int:
+        return sum(1 for _, drafter in self.parts if drafter)
+
+    def runs(self) -> list[tuple[str, str]]:
+        """The text in order, neighbours of the same origin joined."""
+        joined: list[tuple[str, str]] = []
+        for text, drafter in self.parts:
+            if text and joined and joined[-1][1] == drafter:
+                joined[-1] = (joined[-1][0] + text, drafter)
+            elif text:
+                joined.append((text, drafter))
+        return joined
+
+    def extend(self, other: Piece) -> None:
+        self.token_ids += other.token_ids
+        self.logprobs += other.logprobs
+        self.parts += other.parts
+        self.drafted += other.drafted
+
+
+@dataclass(slots=True)
+class Figures:
+    """Counts and times of one answer. Tokens thrown away after a stop string are in none of them."""
+
+    prompt_tokens: int
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    steps: int = 0  # target passes that delivered tokens
+    first_step_tokens: int = 0
+    accepted_per_position: list[int] = field(default_factory=list)
+    by_drafter: dict[str, list[int]] = field(default_factory=dict)  # name -> [drafted, accepted]
+    queue_seconds: float = 0.0
+    arrival: float = 0.0  # seconds of time.perf_counter()
+    first_token: float = 0.0
+    last_token: float = 0.0
+
+    def add_step(self, event: TokenEvent, delivered: int, now: float) -> int:
+        """Count one event of which `delivered` tokens were kept. Returns the accepted drafts among them."""
+        if delivered == 0:
+            return 0
+        if self.steps == 0:
+            self.first_token, self.first_step_tokens = now, delivered
+        self.last_token = now
+        self.steps += 1
+        self.completion_tokens += delivered
+        self.drafted += event.counts.drafted
+        for name, count in event.counts.drafted_by.items():
+            self.by_drafter.setdefault(name, [0, 0])[0] += count
+        accepted = 0
+        for source in event.sources[:delivered]:
+            if not source:
+                break
+            if len(self.accepted_per_position) <= accepted:
+                self.accepted_per_position.append(0)
+            self.accepted_per_position[accepted] += 1
+            self.by_drafter.setdefault(source, [0, 0])[1] += 1
+            accepted += 1
+        self.accepted += accepted
+        return accepted
+
+    @property
+    def ttft_seconds(self) -> float:
+        return max(0.0, self.first_token - self.arrival) if self.steps else 0.0
+
+    @property
+    def decode_seconds(self) -> float:
+        return self.last_token - self.first_token
+
+
+class Meter(Protocol):
+    """Who counts delivered tokens of all answers."""
+
+    def on_tokens(self, count: int, gap_seconds: float) -> None: ...
+    def on_draft(self, drafted_by: Mapping[str, int], accepted: list[str]) -> None: ...
+
+
+class Generation:
+    """Feed it with `on_event`, empty it with `take`; `notify` is called whenever there is something new to take or it ended."""
+
+    def __init__(
+        self,
+        request: Request,
+        text: TextStream,
+        stops: StopMatcher | None,
+        notify: Callable[[], None],
+        on_end: Callable[[Generation], None],
+        meter: Meter,
+        arrival: float | None = None,
+    ) -> None:
+        self.request = request
+        self.figures = Figures(len(request.prompt_ids), arrival=time.perf_counter() if arrival is None else arrival)
+        self.started = False
+        self.finish_reason: FinishReason | None = None
+        self.stop_token: int | None = None
+        self.error: ApiError | None = None
+        self.token_gap = 0.0  # seconds between the last two events that brought tokens
+        self._text = text
+        self._stops = stops
+        self.notify = notify
+        self._on_end = on_end
+        self._meter = meter
+        self._piece = Piece()
+
+    @property
+    def ended(self) -> bool:
+        return self.finish_reason is not None
+
+    def take(self) -> Piece | None:
+        """What came since the last take, None when nothing did."""
+        piece = self._piece
+        if not piece.parts:
+            return None
+        self._piece = Piece()
+        return piece
+
+    def pending_chars(self) -> int:
+        """Characters waiting to be taken."""
+        return sum(len(text) for text, _ in self._piece.parts)
+
+    def on_event(self, event: TokenEvent) -> None:
+        """Take one event of the engine. Events after the end are ignored."""
+        if self.ended:
+            return
+        if event.started and not self.started:
+            self.started = True
+            self.figures.cached_tokens, self.figures.queue_seconds = event.cached_tokens, event.queue_seconds
+        now = time.perf_counter()
+        before = self.figures.last_token
+        delivered, matched = self._add_tokens(event)
+        accepted = self.figures.add_step(event, delivered, now)
+        self._piece.drafted += event.counts.drafted
+        if delivered:
+            self.token_gap = now - before if before else 0.0
+            self._meter.on_tokens(delivered, self.token_gap)
+        if event.counts.drafted:
+            self._meter.on_draft(event.counts.drafted_by, list(event.sources[:accepted]))
+        if matched:
+            self._end("stop")
+        elif event.finish_reason == "error":
+            self.error = from_engine(event.error or "the engine failed", event.error_code, event.error_param)
+            self._end("error")
+        elif event.finish_reason is not None:
+            self.stop_token = event.stop_token
+            self._flush()
+            self._end(event.finish_reason)
+        self.notify()
+
+    def cancel(self) -> None:
+        """End now, with what there is. The caller tells the engine (through on_end)."""
+        if not self.ended:
+            self._flush()
+            self._end("cancelled")
+            self.notify()
+
+    def fail(self, error: ApiError) -> None:
+        if not self.ended:
+            self.error = error
+            self._end("error")
+            self.notify()
+
+    def _add_tokens(self, event: TokenEvent) -> tuple[int, bool]:
+        """Decode an event's tokens one by one. Returns (tokens kept, a stop string was completed)."""
+        piece, ids, sources = self._piece, event.token_ids, event.sources
+        visible = len(ids) - (1 if event.stop_token is not None else 0)
+        matched = False
+        for index, token in enumerate(ids):
+            # An end token was generated and is counted, and has no text.
+            text = self._text.push_one(token) if index < visible else ""
+            if text and self._stops is not None:
+                text, matched = self._stops.push(text)
+            piece.token_ids.append(token)
+            piece.parts.append((text, sources[index] if index < len(sources) else ""))
+            if event.logprobs:
+                piece.logprobs.append(event.logprobs[index])
+            if matched:
+                return index + 1, True
+        return len(ids), False
+
+    def _flush(self) -> None:
+        """Release text that was held back; an incomplete character at the very end is dropped."""
+        rest = self._text.finish() + (self._stops.finish() if self._stops is not None else "")
+        if rest:
+            self._piece.parts.append((rest, ""))
+
+    def _end(self, reason: FinishReason) -> None:
+        self.finish_reason = reason
+        self._on_end(self)

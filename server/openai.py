@@ -1,0 +1,335 @@
+"""POST /v1/chat/completions, /v1/completions, /tokenize and GET /v1/models in OpenAI's shapes. Knows JSON bodies and chunks;
+refuses to know engines and how text is made.
+
+Streamed and unstreamed answers come from the same generations and the same builders, so their text, usage and finish_reason
+are equal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from server import openai_types, shapes
+from server.api_error import ApiError, invalid
+from server.decoding import TypedDecoder
+from server.generation import Generation, Piece
+from server.httpio import DONE_EVENT, EventStream, Gone, json_response, read_body, sse_event, unless_gone
+from server.messages import plain_messages
+from server.openai_types import ChatRequest, CompletionRequest, TokenizeRequest
+from server.service import Prepared, Service
+
+_chat = TypedDecoder[ChatRequest](ChatRequest)
+_completion = TypedDecoder[CompletionRequest](CompletionRequest)
+_tokenize = TypedDecoder[TokenizeRequest](TokenizeRequest)
+
+
+class Shape(Protocol):
+    """How one endpoint words an answer. `index` is the choice's number."""
+
+    id: str
+
+    def opening(self, index: int) -> dict[str, Any] | None: ...
+    def chunk(self, index: int, piece: Piece) -> dict[str, Any]: ...
+    def closing(self, index: int, generation: Generation) -> list[dict[str, Any]]: ...
+    def summary(self) -> dict[str, Any]: ...
+    def whole(self, pieces: Sequence[Piece], generations: Sequence[Generation]) -> dict[str, Any]: ...
+
+
+@dataclass(slots=True)
+class Answer:
+    """The choices of one HTTP request, running."""
+
+    generations: list[Generation]
+    wake: asyncio.Event
+    n: int  # choices per prompt
+
+    async def started(self) -> None:
+        """Wait for the engine's first word on every choice, so that a refusal still gets its own status code."""
+        while any(not (g.started or g.ended) for g in self.generations):
+            await self.wait()
+        self.raise_error()
+
+    async def wait(self) -> None:
+        await self.wake.wait()
+        self.wake.clear()
+
+    def raise_error(self) -> None:
+        for generation in self.generations:
+            if generation.error is not None:
+                self.cancel()
+                raise generation.error
+
+    def cancel(self) -> None:
+        for generation in self.generations:
+            generation.cancel()
+
+    def totals(self) -> dict[str, Any]:
+        figures = [g.figures for g in self.generations]
+        return {
+            "usage": shapes.usage(figures, self.n),
+            "speculation": shapes.speculation(figures),
+            "timings": shapes.timings(figures),
+        }
+
+
+def begin(service: Service, prepared: Sequence[Prepared]) -> Answer:
+    """Start every choice of every prompt, or none."""
+    wake = asyncio.Event()
+    answer = Answer([], wake, prepared[0].n)
+    try:
+        for each in prepared:
+            answer.generations.extend(service.begin(each, wake.set))
+    except ApiError:
+        answer.cancel()
+        raise
+    return answer
+
+
+async def stream_events(answer: Answer, shape: Shape, with_usage: bool) -> AsyncIterator[bytes]:
+    """Server-sent events of an answer. A failure on the way is one error event, and then the stream ends without [DONE]."""
+    usage: dict[str, Any] = {"usage": None} if with_usage else {}
+    open_choices = list(enumerate(answer.generations))
+    for index, _ in open_choices:
+        opening = shape.opening(index)
+        if opening is not None:
+            yield sse_event(opening | usage)
+    while open_choices:
+        still_open = []
+        for index, generation in open_choices:
+            ended = generation.ended  # read before taking, so that nothing can come after the closing chunk
+            piece = generation.take()
+            if piece is not None:
+                yield sse_event(shape.chunk(index, piece) | usage)
+            if generation.error is not None:
+                answer.cancel()
+                yield sse_event(generation.error.body())
+                return
+            if ended:
+                for chunk in shape.closing(index, generation):
+                    yield sse_event(chunk | usage)
+            else:
+                still_open.append((index, generation))
+        open_choices = still_open
+        if open_choices:
+            await answer.wait()
+    if with_usage:
+        yield sse_event(shape.summary() | answer.totals())
+    yield DONE_EVENT
+
+
+async def collect(answer: Answer, shape: Shape) -> Response:
+    """The unstreamed answer, after every choice ended."""
+    while any(not g.ended for g in answer.generations):
+        await answer.wait()
+        answer.raise_error()
+    answer.raise_error()
+    pieces = [g.take() or Piece() for g in answer.generations]
+    return json_response(shape.whole(pieces, answer.generations) | answer.totals())
+
+
+async def respond(request: Request, answer: Answer, shape: Shape, stream: bool, with_usage: bool) -> Response:
+    """Stream or collect; when the client leaves, every choice is cancelled at once."""
+
+    async def first() -> Response:
+        await answer.started()
+        if stream:
+            return EventStream(stream_events(answer, shape, with_usage), answer.cancel)
+        return await collect(answer, shape)
+
+    try:
+        return await unless_gone(request, first, answer.cancel) or Gone()
+    except BaseException:
+        answer.cancel()
+        raise
+
+
+def new_id(prefix: str) -> str:
+    return prefix + secrets.token_urlsafe(18)
+
+
+class ChatShape:
+    """chat.completion and chat.completion.chunk."""
+
+    def __init__(self, service: Service, top_logprobs: int | None) -> None:
+        self.id = new_id("chatcmpl-")
+        self._created = int(time.time())
+        self._model = service.model
+        self._tokenizer = service.text.tokenizer
+        self._top = top_logprobs
+
+    def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
+        if self._top is None:
+            return None
+        content = shapes.chat_logprobs(self._tokenizer, piece.token_ids, piece.logprobs, self._top)
+        return {"content": content, "refusal": None}
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self._created, "model": self._model}
+
+    def _chunk(self, index: int, delta: dict[str, Any], logprobs: Any, finish_reason: str | None) -> dict[str, Any]:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+        return self._head("chat.completion.chunk") | {"choices": [choice]}
+
+    def opening(self, index: int) -> dict[str, Any]:
+        return self._chunk(index, {"role": "assistant", "content": ""}, None, None)
+
+    def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
+        return self._chunk(index, {"content": piece.text}, self._logprobs(piece), None)
+
+    def closing(self, index: int, generation: Generation) -> list[dict[str, Any]]:
+        return [self._chunk(index, {}, None, generation.finish_reason)]
+
+    def summary(self) -> dict[str, Any]:
+        return self._head("chat.completion.chunk") | {"choices": []}
+
+    def whole(self, pieces: Sequence[Piece], generations: Sequence[Generation]) -> dict[str, Any]:
+        choices = [
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": piece.text, "refusal": None},
+                "logprobs": self._logprobs(piece),
+                "finish_reason": generation.finish_reason,
+            }
+            for index, (piece, generation) in enumerate(zip(pieces, generations, strict=True))
+        ]
+        return self._head("chat.completion") | {"choices": choices}
+
+
+class CompletionShape:
+    """text_completion. With `echo` the prompts' text comes first."""
+
+    def __init__(self, service: Service, top_logprobs: int | None, echoes: Sequence[str]) -> None:
+        self.id = new_id("cmpl-")
+        self._created = int(time.time())
+        self._model = service.model
+        self._tokenizer = service.text.tokenizer
+        self._top = top_logprobs
+        self._echoes = echoes
+        self._offsets: dict[int, int] = {}
+
+    def _head(self) -> dict[str, Any]:
+        return {"id": self.id, "object": "text_completion", "created": self._created, "model": self._model}
+
+    def _choice(self, index: int, text: str, logprobs: Any, finish_reason: str | None) -> dict[str, Any]:
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+
+    def _logprobs(self, index: int, piece: Piece) -> dict[str, Any] | None:
+        if self._top is None:
+            return None
+        offset = self._offsets.get(index, 0)
+        self._offsets[index] = offset + len(piece.text)
+        return shapes.completion_logprobs(self._tokenizer, piece.token_ids, piece.logprobs, self._top, offset)
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        if not self._echoes:
+            return None
+        return self._head() | {"choices": [self._choice(index, self._echoes[index], None, None)]}
+
+    def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
+        return self._head() | {"choices": [self._choice(index, piece.text, self._logprobs(index, piece), None)]}
+
+    def closing(self, index: int, generation: Generation) -> list[dict[str, Any]]:
+        return [self._head() | {"choices": [self._choice(index, "", None, generation.finish_reason)]}]
+
+    def summary(self) -> dict[str, Any]:
+        return self._head() | {"choices": []}
+
+    def whole(self, pieces: Sequence[Piece], generations: Sequence[Generation]) -> dict[str, Any]:
+        choices = []
+        for index, (piece, generation) in enumerate(zip(pieces, generations, strict=True)):
+            text = (self._echoes[index] if self._echoes else "") + piece.text
+            choices.append(self._choice(index, text, self._logprobs(index, piece), generation.finish_reason))
+        return self._head() | {"choices": choices}
+
+
+async def chat_completions(request: Request) -> Response:
+    arrival = time.perf_counter()
+    service: Service = request.app.state.service
+    service.check_open()
+    body = _chat.decode(await read_body(request, service.limits.body_bytes))
+    service.check_model(body.model)
+    with_usage = openai_types.wants_usage(body.stream, body.stream_options)
+    top = openai_types.chat_logprobs_wanted(body.logprobs, body.top_logprobs, service.limits)
+    prompt = await service.chat_prompt(plain_messages(body.messages, service.limits))
+    prepared = service.prepare(prompt, body, tenant=request.state.tenant, arrival=arrival, logprobs=top)
+    answer = begin(service, [prepared])
+    return await respond(request, answer, ChatShape(service, top), bool(body.stream), with_usage)
+
+
+async def completions(request: Request) -> Response:
+    arrival = time.perf_counter()
+    service: Service = request.app.state.service
+    service.check_open()
+    body = _completion.decode(await read_body(request, service.limits.body_bytes))
+    service.check_model(body.model)
+    openai_types.check_completion(body)
+    with_usage = openai_types.wants_usage(body.stream, body.stream_options)
+    top = openai_types.completion_logprobs_wanted(body.logprobs, service.limits)
+    prompts = openai_types.prompts_of(body.prompt, service.limits)
+    prepared = []
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            ids = await service.text_prompt(prompt)
+        else:
+            service.check_prompt_ids(prompt)
+            ids = prompt
+        prepared.append(
+            service.prepare(
+                ids, body, tenant=request.state.tenant, arrival=arrival, logprobs=top, param="prompt", continuation=True
+            )
+        )
+    echoes: list[str] = []
+    if body.echo:
+        texts = [p if isinstance(p, str) else service.text.tokenizer.decode(p) for p in prompts]
+        echoes = [text for text in texts for _ in range(prepared[0].n)]
+    answer = begin(service, prepared)
+    return await respond(request, answer, CompletionShape(service, top, echoes), bool(body.stream), with_usage)
+
+
+def _model_object(service: Service) -> dict[str, Any]:
+    ready = service.engine.ready
+    extra = {"context_length": ready.context, "drafters": list(ready.drafters)} if ready is not None else {}
+    return {"id": service.model, "object": "model", "created": service.created, "owned_by": "forespeak"} | extra
+
+
+async def models(request: Request) -> Response:
+    return json_response({"object": "list", "data": [_model_object(request.app.state.service)]})
+
+
+async def model(request: Request) -> Response:
+    service: Service = request.app.state.service
+    service.check_model(request.path_params["model"])
+    return json_response(_model_object(service))
+
+
+async def tokenize(request: Request) -> Response:
+    """Token ids of a text, or of messages through the chat template."""
+    service: Service = request.app.state.service
+    body = _tokenize.decode(await read_body(request, service.limits.body_bytes))
+    service.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise invalid("prompt", "give either prompt or messages")
+    if body.messages is not None:
+        ids = await service.chat_prompt(plain_messages(body.messages, service.limits))
+    else:
+        ids = await service.text_prompt(body.prompt or "")
+    ready = service.check_open()
+    return json_response({"tokens": ids, "count": len(ids), "max_model_len": ready.context})
+
+
+Route = tuple[str, str, Callable[[Request], Any]]
+ROUTES: tuple[Route, ...] = (
+    ("POST", "/v1/chat/completions", chat_completions),
+    ("POST", "/v1/completions", completions),
+    ("GET", "/v1/models", models),
+    ("GET", "/v1/models/{model:path}", model),
+    ("POST", "/tokenize", tokenize),
+)

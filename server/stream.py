@@ -1,0 +1,152 @@
+"""One answer on its way to native clients: numbering, merging, replay. Sans-I/O.
+
+Messages are made when somebody is ready to send them, so text that piles up behind a slow reader is one delta, and sequence
+numbers have no gaps. Knows one answer; refuses to know sockets and other answers.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+
+from server import shapes
+from server.api_error import ApiError
+from server.generation import Figures, Generation, Piece
+from server.pace import Pacer
+from server.ports import Tokenizer
+from server.protocol import AnswerMessage, ClientId, Delta, Done, Error, Snapshot, Started
+from server.ring import Ring
+
+
+class ChatStream:
+    """`client_id` is what the attached session calls it; it changes with a resume."""
+
+    def __init__(
+        self, client_id: ClientId, tenant: str, tokenizer: Tokenizer, ring_frames: int, *, resumable: bool, pace: bool
+    ) -> None:
+        self.client_id = client_id
+        self.tenant = tenant
+        self.response_id = "resp_" + secrets.token_urlsafe(24)
+        self.resumable = resumable
+        self.top_logprobs: int | None = None
+        self.wake: Callable[[], None] = lambda: None  # of the attached session
+        self.cancelled = False
+        self.finished = False  # its last message has been taken
+        self._tokenizer = tokenizer
+        self._generation: Generation | None = None
+        self._pacer = Pacer() if pace else None
+        self._ring: Ring[AnswerMessage] = Ring(ring_frames)
+        self._text: list[str] = []
+        self._replay: deque[AnswerMessage | Snapshot] = deque()
+
+    @property
+    def seq(self) -> int:
+        """Number of the next new message."""
+        return self._ring.end
+
+    def begin(self, generation: Generation) -> None:
+        self._generation = generation
+
+    def cancel(self) -> None:
+        self.cancelled = True
+        if self._generation is not None:
+            self._generation.cancel()
+
+    def on_progress(self, now: float) -> None:
+        """The generation has something new: with pacing it is put on the clock now."""
+        if self._pacer is not None and self._generation is not None:
+            piece = self._generation.take()
+            if piece is not None:
+                self._pacer.add(piece, self._generation.token_gap, now)
+
+    def pending_bytes(self) -> int:
+        """A lower bound of the text that waits to be sent."""
+        return self._generation.pending_chars() if self._generation is not None else 0
+
+    def next_time(self) -> float | None:
+        """When held text becomes due, if any is held."""
+        return self._pacer.next_time() if self._pacer is not None else None
+
+    def take(self, now: float) -> AnswerMessage | Snapshot | None:
+        """The next message for the client, None when there is nothing to say now."""
+        if self._replay:
+            message = self._replay.popleft()
+            self.finished = isinstance(message, Done | Error)
+            return message
+        if self.finished:
+            return None
+        new = self._new_message(now)
+        if new is not None:
+            self._ring.add(new)
+            self.finished = isinstance(new, Done | Error)
+        return new
+
+    def resume(self, client_id: ClientId, after_seq: int) -> None:
+        """Replay what came after `after_seq`, or the whole text so far when that is gone. Raises ApiError for a future number."""
+        if after_seq >= self.seq or after_seq < -1:
+            raise ApiError(
+                400, f"after_seq is {after_seq}; the answer has reached {self.seq - 1}", code="invalid_value", param="after_seq"
+            )
+        self.client_id = client_id
+        missed = self._ring.after(after_seq)
+        if missed is not None:
+            self._replay = deque(msgspec.structs.replace(message, id=client_id) for message in missed)
+        else:
+            last = self._ring.after(self.seq - 2) or []
+            ending = [message for message in last if isinstance(message, Done | Error)]
+            seq = self.seq - 1 - len(ending)
+            self._replay = deque([Snapshot(id=client_id, seq=seq, text="".join(self._text))])
+            self._replay.extend(msgspec.structs.replace(message, id=client_id) for message in ending)
+        self.finished = self.finished and not self._replay
+
+    # ---- making messages
+
+    def _new_message(self, now: float) -> AnswerMessage | None:
+        generation = self._generation
+        if generation is None:
+            return None
+        if not generation.started and not generation.ended:
+            return None
+        if self.seq == 0 and generation.error is None:
+            figures = generation.figures
+            return Started(
+                id=self.client_id, response_id=self.response_id, seq=0,
+                prompt_tokens=figures.prompt_tokens, cached_tokens=figures.cached_tokens,
+            )  # fmt: skip
+        ended = generation.ended
+        piece = generation.take() if self._pacer is None else self._pacer.take(now)
+        if piece is not None:
+            return self._delta(piece)
+        if not ended or self.next_time() is not None:
+            return None
+        return self._ending(generation)
+
+    def _delta(self, piece: Piece) -> Delta:
+        text = piece.text
+        self._text.append(text)
+        runs = piece.runs()
+        accepted = piece.accepted
+        drafter = next((name for _, name in piece.parts if name), None)
+        logprobs = None
+        if self.top_logprobs is not None:
+            logprobs = shapes.chat_logprobs(self._tokenizer, piece.token_ids, piece.logprobs, self.top_logprobs)
+        return Delta(
+            id=self.client_id, seq=self.seq, text=text, tokens=len(piece.token_ids), drafted=piece.drafted,
+            accepted=accepted, drafter=drafter, pieces=runs if len(runs) > 1 and drafter else None, logprobs=logprobs,
+        )  # fmt: skip
+
+    def _ending(self, generation: Generation) -> Done | Error:
+        if generation.error is not None:
+            error = generation.error
+            seq = self.seq if self.seq else None
+            return Error(
+                id=self.client_id, seq=seq, code=error.code or "internal_error", message=error.message, param=error.param
+            )
+        figures: list[Figures] = [generation.figures]
+        return Done(
+            id=self.client_id, seq=self.seq, finish_reason=str(generation.finish_reason), usage=shapes.usage(figures),
+            speculation=shapes.speculation(figures), timings=shapes.timings(figures),
+        )  # fmt: skip

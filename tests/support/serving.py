@@ -1,0 +1,130 @@
+"""Servers for tests, on real sockets: in this process on a thread (toy or real engine in its own process), or as a process.
+
+with running(toy_settings()) as server: httpx.get(server.url + "/health")
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+from checkpoint_tokenizer import write_tokenizer
+
+from server.ports import TextTools
+from server.serve import ServeOptions, Server, listen, load_text, make_gate
+from server.settings import Settings
+from server.template import ChatTemplate
+from server.tokenizer import load_tokenizer
+
+SUPPORT = Path(__file__).resolve().parent
+START_SECONDS = 60.0
+
+
+@dataclass
+class Running:
+    """A server that runs. `server` gives tests its insides only for stopping it."""
+
+    url: str
+    server: Server
+    thread: threading.Thread
+    loop: asyncio.AbstractEventLoop
+    exit_code: int | None = None
+
+    @property
+    def ws_url(self) -> str:
+        return self.url.replace("http", "ws", 1) + "/v1/ws"
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rsplit(":", 1)[1])
+
+    def stop(self) -> None:
+        """What the first signal does."""
+        self.loop.call_soon_threadsafe(self.server.stop)
+
+    def engine_pid(self) -> int:
+        return self.server.engine_pid
+
+    def wait_ready(self, seconds: float = START_SECONDS) -> None:
+        wait_for(lambda: httpx.get(self.url + "/ready").status_code == 200, seconds)
+
+    def metric(self, name: str, **labels: str) -> float:
+        """One sample of /metrics, 0 when it is not there yet."""
+        from prometheus_client.parser import text_string_to_metric_families
+
+        text = httpx.get(self.url + "/metrics").text
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                if sample.name == name and sample.labels == labels:
+                    return float(sample.value)
+        return 0.0
+
+
+def wait_for(condition: Any, seconds: float = 10.0) -> None:
+    """Poll until `condition()` is true; an assertion error after `seconds`."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "the condition did not become true in time"
+        time.sleep(0.01)
+
+
+def toy_settings(options: str = "", **fields: Any) -> Settings:
+    """Settings for the toy engine; see toy_engine.py for `options`."""
+    return Settings(model="toy", port=0, tree_shape=options, **({"drain_seconds": 5.0} | fields))
+
+
+def toy_text(folder: Path) -> TextTools:
+    """The 512-entry byte tokenizer of the test checkpoints with its ChatML template."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_tokenizer(folder)
+    tokenizer = load_tokenizer(folder, None)
+    return TextTools.of(tokenizer, ChatTemplate(tokenizer))
+
+
+@contextlib.contextmanager
+def running(
+    settings: Settings, text: TextTools | None = None, options: ServeOptions | None = None, ready: bool = True
+) -> Iterator[Running]:
+    """Run a server on a thread. With `text` its engine is the toy unless the options say otherwise, else the real one."""
+    if options is None:
+        options = ServeOptions()
+    if text is not None and options.factory == ServeOptions().factory:
+        options = replace(options, factory="toy_engine:build", factory_paths=(str(SUPPORT),))
+    sock = listen(settings.host, settings.port)
+    server = Server(settings, options, make_gate(settings), text or load_text(settings), sock)
+    started = threading.Event()
+    holder: list[Running] = []
+
+    async def main() -> int:
+        run = Running(
+            f"http://127.0.0.1:{sock.getsockname()[1]}", server, threading.current_thread(), asyncio.get_running_loop()
+        )
+        holder.append(run)
+        started.set()
+        return await server.run()
+
+    def body() -> None:
+        code = asyncio.run(main())
+        holder[0].exit_code = code
+
+    thread = threading.Thread(target=body, daemon=True)
+    thread.start()
+    started.wait()
+    run = holder[0]
+    try:
+        if ready:
+            run.wait_ready()
+        yield run
+    finally:
+        with contextlib.suppress(RuntimeError):
+            run.stop()
+        thread.join(30)
+        sock.close()
+        assert not thread.is_alive(), "the server did not stop"
