@@ -28,7 +28,8 @@ SAMPLE_BYTES = 1 << 14
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """One checkpoint, ready for a decoder. Tensors may be views of a mapped file; treat them as read-only."""
+    """One checkpoint, ready for a decoder. Dense tensors may be views of the mapped file: read-only, and the file must not be
+    rewritten in place (replacing it by a rename is fine) while they live."""
 
     name: str
     architecture: str
