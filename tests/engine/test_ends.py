@@ -41,7 +41,9 @@ def golden(prompt: tuple[int, ...] = PROMPT, count: int = 40) -> tuple[int, ...]
     return tuple(toy.greedy(decoder(), prompt, count))
 
 
-def engine(shape: tuple[int, ...] | None = CHAIN, skill: Skill = ORACLE, prompt: tuple[int, ...] = PROMPT, **settings: int) -> Engine:
+def engine(
+    shape: tuple[int, ...] | None = CHAIN, skill: Skill = ORACLE, prompt: tuple[int, ...] = PROMPT, **settings: int
+) -> Engine:
     drafters = [] if shape is None else [ScriptDrafter(answers_of({prompt: golden(prompt)}), shape, skill)]
     return make_engine(decoder(), drafters, **settings)  # type: ignore[arg-type]
 

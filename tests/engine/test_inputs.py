@@ -7,8 +7,8 @@ import random
 import typing
 
 import pytest
-import toy
 import torch
+import toy
 from engine_kit import ScriptDrafter, greedy_request, make_engine, prompts_of
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -172,7 +172,9 @@ def test_salts_keep_tenants_and_models_apart() -> None:
     assert table.match(sequence(2, tokens, tenant="b")) == 0
     assert table.match(sequence(3, tokens)) == 0
     assert table.match(sequence(4, tokens, tenant="a")) == 8
-    roots = {PrefixIndex(PagePool(1), salt).root(tenant) for salt, tenant in (("ab", "c"), ("a", "bc"), ("", "abc"), ("abc", ""))}
+    roots = {
+        PrefixIndex(PagePool(1), salt).root(tenant) for salt, tenant in (("ab", "c"), ("a", "bc"), ("", "abc"), ("abc", ""))
+    }
     assert len(roots) == 4, "no pair of salts may imitate another"
 
 
