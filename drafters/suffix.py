@@ -45,7 +45,7 @@ class SuffixDrafter:
         self,
         name: str = "suffix",
         *,
-        candidates: int = 8,
+        candidates: int = 6,
         tenant_tokens: int = 32_768,
         max_tenants: int = 16,
     ) -> None:
@@ -149,15 +149,31 @@ def _expand(name: str, branches: list[Branch], budget: Budget) -> Proposal:
                 heappush(heap, (-worth, order, token, parent, rank, confidence, depth, group))
 
     push(branches, ROOT, 1, 1.0)
-    while heap and len(tokens) < budget.max_nodes:
+    max_nodes = budget.max_nodes
+    while heap and len(tokens) < max_nodes:
         worth, _, token, parent, rank, confidence, depth, group = heappop(heap)
         place = len(tokens)
         tokens.append(token)
         parents.append(parent)
         confidences.append(confidence)
         ranks.append(rank)
-        if depth < max_depth and place + 1 < budget.max_nodes:
+        if depth >= max_depth:
+            continue
+        if len(group) > 1 or heap:
             push([(text, at + 1, length, weight) for text, at, length, weight in group], place, depth + 1, -worth)
+            continue
+        text, at, length, _ = group[0]  # one occurrence is left and nothing competes: copy on while it is worth it
+        path = -worth
+        for token in text[at + 1 : at + 1 + min(max_nodes - len(tokens), max_depth - depth)]:
+            depth += 1
+            confidence = _confidence(length + depth - 1, 1.0)
+            path *= chance(name, depth, 0, confidence)
+            if token < 0 or not path > 0.0 or path < price:
+                break
+            parents.append(len(tokens) - 1)
+            tokens.append(token)
+            confidences.append(confidence)
+            ranks.append(0)
     if not tokens:
         return NOTHING
     return Proposal(tuple(tokens), tuple(parents), tuple(confidences), tuple(ranks))

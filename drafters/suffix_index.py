@@ -80,7 +80,8 @@ class SuffixIndex:
                 continue
             context = list(tail[size - k :])
             position = head.get(context[0] if k == 1 else hash(tuple(context)), -1)
-            steps = limit  # bounds the walk over positions that a longer order has listed already
+            # Bounds the walk over positions that a longer order has listed already. Long matches seldom disagree.
+            steps = limit if k < ORDERS[0] else (limit + 1) // 2
             while position >= 0 and steps > 0:
                 steps -= 1
                 if tokens[position - k : position] == context:

@@ -1,0 +1,204 @@
+"""Copying: what is found, what is proposed of it, and whose text it may come from."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+import torch
+from drafting import Pool, View, budget, drive, paths
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from drafters.nothing import NothingDrafter
+from drafters.suffix import SuffixDrafter
+from drafters.suffix_index import LENGTHS, ORDERS, RecentTexts, SuffixIndex
+from spec.drafter import Outcome
+from spec.tree import EMPTY_TREE, NOTHING
+
+TEXTS = st.lists(st.integers(0, 3), min_size=0, max_size=80)
+
+
+def match_length(text: list[int], position: int, tail: list[int]) -> int:
+    """Brute force: how many tokens before `position` equal the end of `tail`."""
+    length = 0
+    while length < min(position, len(tail)) and text[position - 1 - length] == tail[-1 - length]:
+        length += 1
+    return length
+
+
+def level(length: int) -> int:
+    """What the index tells of a true match length."""
+    return length if length <= ORDERS[0] else max([k for k in LENGTHS if k <= length], default=ORDERS[0])
+
+
+@settings(max_examples=150, deadline=None)
+@given(text=TEXTS, cuts=st.lists(st.integers(1, 9), max_size=20), other=TEXTS)
+def test_matches_are_what_brute_force_finds(text: list[int], cuts: list[int], other: list[int]) -> None:
+    index, at = SuffixIndex(), 0
+    for size in [*cuts, len(text)]:  # any way of feeding gives the same index
+        index.extend(text[at : at + size])
+        at += size
+    for tail in (index.tokens[-32:], other[-32:]):
+        truth = {p: level(match_length(index.tokens, p, tail)) for p in range(1, len(index))}
+        found = dict(index.matches(tail, 1000))
+        assert len(found) == len(index.matches(tail, 1000))  # no position twice
+        assert all(truth[p] == length for p, length in found.items())
+        best = max(truth.values(), default=0)
+        assert max(found.values(), default=0) == best
+        long = [p for p, length in truth.items() if length >= 4]
+        assert set(long) <= set(found)
+        if len(long) < 4:  # with few long matches all shorter ones are listed too
+            assert {p for p, length in truth.items() if length} == set(found)
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=TEXTS, limit=st.integers(1, 6))
+def test_a_limit_keeps_the_longest_and_newest(text: list[int], limit: int) -> None:
+    index = SuffixIndex(text)
+    everything = index.matches(text[-32:], 1000)
+    few = index.matches(text[-32:], limit)
+    assert len(few) <= limit
+    if everything:
+        assert few
+        assert few[0] == everything[0]
+
+
+def view_of(tokens: list[int], seq_id: int = 1, tenant: str = "", prompt_len: int = 0) -> View:
+    return View(seq_id, tokens, prompt_len or len(tokens), tenant=tenant)
+
+
+@settings(max_examples=150, deadline=None)
+@given(text=st.lists(st.integers(0, 4), min_size=1, max_size=60), nodes=st.integers(1, 12), depth=st.integers(1, 6))
+def test_every_path_proposed_continued_the_same_context_before(text: list[int], nodes: int, depth: int) -> None:
+    (proposal,) = SuffixDrafter().propose([view_of(text)], [budget(nodes=nodes, depth=depth)])
+    assert len(proposal.token_ids) <= nodes
+    found = paths(proposal)
+    assert len(set(found)) == len(found)
+    for path in found:
+        assert len(path) <= depth
+        wanted = [text[-1], *path]
+        assert any(text[i : i + len(wanted)] == wanted for i in range(len(text)))
+    assert all(0.0 < c <= 1.0 for c in proposal.confidence)
+    # the longest match has a say: its continuation is the first node, if it is alone
+    truth = {p: level(match_length(text, p, text)) for p in range(1, len(text))}
+    best = max(truth.values(), default=0)
+    if best:
+        assert proposal.token_ids
+        leaders = {text[p] for p, length in truth.items() if length == best}
+        rivals = sum(1 for length in truth.values() if length == best - 1)
+        if best >= 2 and len(leaders) == 1 and rivals < 4:
+            assert proposal.token_ids[0] in leaders
+    else:
+        assert proposal == NOTHING
+
+
+def test_history_that_branches_gives_a_tree_with_the_common_branch_first() -> None:
+    text = [7, 1, 2, 3, 10, 8, 1, 2, 3, 11, 9, 1, 2, 3, 10, 6, 1, 2, 3]
+    (proposal,) = SuffixDrafter().propose([view_of(text)], [budget(nodes=8)])
+    top = [(t, r) for t, p, r in zip(proposal.token_ids, proposal.parents, proposal.ranks, strict=True) if p == -1]
+    assert top == [(10, 0), (11, 1)]
+    assert proposal.confidence[0] > proposal.confidence[proposal.token_ids.index(11)]
+
+
+def test_long_matches_propose_long_chains_and_short_ones_short() -> None:
+    rng = random.Random(1)
+    text = [rng.randrange(1000, 2000) for _ in range(60)]
+    long = [*text, 5, *text[:40]]
+    (proposal,) = SuffixDrafter().propose([view_of(long)], [budget(nodes=16, depth=16, price=0.3)])
+    assert proposal.token_ids == tuple(text[40:56])
+    short = [*text, 5, text[0]]
+    (proposal,) = SuffixDrafter().propose([view_of(short)], [budget(nodes=16, depth=16, price=0.15)])
+    assert 1 <= len(proposal.token_ids) < 4
+    assert SuffixDrafter().propose([view_of(short)], [budget(nodes=16, depth=16, price=0.5)]) == [NOTHING]
+
+
+def test_a_copied_text_takes_few_passes() -> None:
+    rng = random.Random(2)
+    source = [rng.randrange(500) for _ in range(200)]
+    view = View(1, [*source, 501, source[0]], 201)
+    passes = drive(SuffixDrafter(), [view], [[*source, 501, *source]], Pool(64, 16), nodes=8)
+    assert passes[0] <= 26
+
+
+def finish(drafter: SuffixDrafter, view: View) -> None:
+    drafter.open(view)
+    drafter.observe([Outcome(view, EMPTY_TREE, (), 0, 0, 1, True)], torch.zeros(0, 1))
+    drafter.close(view.seq_id)
+
+
+def test_answers_are_shared_within_a_tenant_and_never_across() -> None:
+    drafter = SuffixDrafter()
+    answer = list(range(100, 140))
+    finish(drafter, view_of([1, 2, 3, *answer], 1, "alice", prompt_len=3))
+    asked = {t: view_of([50, *answer[:6]], 9, t, prompt_len=1) for t in ("alice", "bob", "")}
+    found = {t: drafter.propose([view], [budget(nodes=4)])[0].token_ids for t, view in asked.items() if not drafter.close(9)}
+    assert found["alice"] == tuple(answer[6:10])
+    assert found["bob"] == ()
+    assert found[""] == ()
+
+
+def test_prompts_and_unfinished_answers_are_not_stored() -> None:
+    drafter = SuffixDrafter()
+    finish(drafter, view_of([*range(100, 140), 7], 1, prompt_len=40))
+    left = view_of([1, *range(200, 240)], 2, prompt_len=1)
+    drafter.open(left)
+    drafter.observe([Outcome(left, EMPTY_TREE, (), 0, 0, 1, False)], torch.zeros(0, 1))
+    drafter.close(2)
+    for tokens in ([100, 101, 102], [200, 201, 202]):
+        assert drafter.propose([view_of(tokens, 3)], [budget()]) == [NOTHING]
+        drafter.close(3)
+
+
+def test_the_answer_store_is_bounded_and_texts_do_not_run_into_each_other() -> None:
+    texts = RecentTexts(100)
+    for i in range(50):
+        texts.add([i, 1000, 1001, i])
+        assert len(texts) <= 100
+    texts.add(list(range(500)))
+    assert len(texts) <= 100
+    for index in (texts.newer, texts.older):
+        assert all(length <= 4 for _, length in index.matches([48, 1000, 1001, 48, 49, 1000], 50))
+
+    drafter = SuffixDrafter(tenant_tokens=64, max_tenants=3)
+    for i in range(20):
+        finish(drafter, view_of([0, *range(i * 10, i * 10 + 10)], i, tenant=f"t{i}", prompt_len=1))
+    assert drafter.propose([view_of([0, 0, 1], 99, "t0")], [budget()]) == [NOTHING]
+    assert drafter.propose([view_of([0, 190, 191], 98, "t19")], [budget()])[0].token_ids
+
+
+def test_short_prompts_draft_nothing_and_close_is_forgiving() -> None:
+    drafter = SuffixDrafter()
+    assert drafter.propose([view_of([5]), view_of([5, 6], 2)], [budget(), budget()]) == [NOTHING, NOTHING]
+    drafter.close(12345)
+    quiet = NothingDrafter()
+    quiet.open(view_of([1]))
+    assert quiet.propose([view_of([5, 5, 5])], [budget()]) == [NOTHING]
+    quiet.close(1)
+
+
+def test_a_sequence_that_lost_its_tail_is_indexed_anew() -> None:
+    drafter = SuffixDrafter()
+    drafter.propose([view_of([1, 2, 3, 4, 1, 2, 3])], [budget()])
+    (proposal,) = drafter.propose([view_of([7, 8, 7])], [budget(nodes=1)])
+    assert proposal.token_ids == (8,)
+
+
+@pytest.mark.parametrize("kind", ["random", "loop"])
+def test_it_costs_microseconds(kind: str) -> None:
+    """Bounds are an order above the cost on an idle core: they catch a wrong algorithm, not a slow machine."""
+    rng = random.Random(3)
+    text = [rng.randrange(400) for _ in range(4096)] if kind == "random" else [1, 2, 3, 4] * 1024
+    drafter, view = SuffixDrafter(), view_of(text)
+    began = time.perf_counter()
+    drafter.propose([view], [budget()])
+    indexing = time.perf_counter() - began
+    assert indexing < 0.1
+    best = 1.0
+    for _ in range(50):
+        view.token_ids.append(rng.randrange(400))
+        began = time.perf_counter()
+        drafter.propose([view], [budget(nodes=8)])
+        best = min(best, time.perf_counter() - began)
+    assert best < 1e-3
