@@ -6,8 +6,6 @@ from typing import Any
 
 from spec.errors import RequestError
 
-_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
-
 
 class ApiError(Exception):
     """`code` is machine-readable, `param` names the field at fault, `retry_after` is in seconds."""
@@ -32,7 +30,9 @@ class ApiError(Exception):
 
     @property
     def type(self) -> str:
-        return "server_error" if self.status >= 500 else _TYPES.get(self.status, "invalid_request_error")
+        if self.status >= 500:
+            return "server_error"
+        return "rate_limit_error" if self.status == 429 else "invalid_request_error"
 
     def body(self) -> dict[str, Any]:
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}

@@ -18,11 +18,15 @@ from server.auth import Gate
 from server.connection import Sockets, native_socket
 from server.engine_client import EngineState
 from server.guard import Guard
+from server.histories import Histories
 from server.httpio import Handler, error_response, guarded, json_response
 from server.metrics import CONTENT_TYPE
 from server.pages import Page, load_pages, page_response
 from server.responses_socket import responses_socket
 from server.service import Service
+
+HTTP_HISTORIES = 512  # answers kept for previous_response_id over HTTP, of all keys
+HTTP_HISTORY_BYTES = 16 * 2**20
 
 
 async def health(request: Request) -> Response:
@@ -88,4 +92,5 @@ def make_app(service: Service, gate: Gate, sockets: Sockets, pages: dict[str, Pa
     )
     app.state.service = service
     app.state.sockets = sockets
+    app.state.histories = Histories(HTTP_HISTORIES, HTTP_HISTORY_BYTES)
     return app

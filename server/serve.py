@@ -29,6 +29,7 @@ from server.engine_link import EngineLaunch
 from server.limits import Limits
 from server.logs import set_up
 from server.metrics import Metrics
+from server.models import resolve
 from server.ports import TextTools
 from server.protocol import VERSION, Hello
 from server.resumables import Resumables
@@ -78,8 +79,6 @@ def make_gate(settings: Settings) -> Gate:
 
 
 def load_text(settings: Settings) -> TextTools:
-    from server.models import resolve
-
     cache = Path(settings.cache_dir).expanduser() if settings.cache_dir else Path.home() / ".cache" / "forespeak"
     paths = resolve(settings.model, cache)
     tokenizer = load_tokenizer(paths.weights, cache / "tokenizers")
