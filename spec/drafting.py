@@ -2,6 +2,7 @@
 
 Whatever a drafter does (raises, offers ids outside the vocabulary, too many nodes, NaN), the cost is speed: the proposal is
 dropped, the fault counted, the drafter closed for that sequence, and after MAX_FAULTS faults closed for good with one log line.
+A speculator in trouble is contained the same way: the step goes on as plain decoding.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from dataclasses import dataclass, field
 import torch
 
 from spec.drafter import Budget, Drafter, Outcome
+from spec.errors import InvariantError
 from spec.sequence import Sequence as EngineSequence
 from spec.speculator import Limit, Load, Speculator, StepRecord
-from spec.tree import EMPTY_TREE, NOTHING, ROOT, DraftTree, Proposal
+from spec.tree import NOTHING, ROOT, DraftTree, Proposal
 
 MAX_FAULTS = 3
 
@@ -37,11 +39,12 @@ class DraftTeam:
     def __init__(
         self, drafters: Sequence[Drafter], speculator: Speculator, vocab_size: int, clock: Callable[[], float]
     ) -> None:
-        self.speculator = speculator
+        self.speculator_faults = 0
         self.seconds = {drafter.name: 0.0 for drafter in drafters}
         self.faults = {drafter.name: 0 for drafter in drafters}
         self.last_ms: dict[str, float] = {}  # drafting time of the latest step
         self._members = [_Member(drafter, drafter.name) for drafter in drafters]
+        self._speculator = speculator
         self._vocab_size = vocab_size
         self._clock = clock
 
@@ -87,7 +90,13 @@ class DraftTeam:
         """What each sequence may draft now; None when nobody may, and then the step is plain decoding."""
         if not any(limit.max_nodes for limit in limits):
             return None
-        budgets = self.speculator.budgets(sequences, limits, load)
+        try:
+            budgets = self._speculator.budgets(sequences, limits, load)
+            if any(budget.max_nodes > limit.max_nodes for budget, limit in zip(budgets, limits, strict=True)):
+                raise InvariantError("a budget is above its limit")
+        except Exception as error:
+            self._speculator_fault("budgets", error)
+            return None
         return budgets if any(budget.max_nodes > 0 for budget in budgets) else None
 
     def propose(self, sequences: Sequence[EngineSequence], budgets: Sequence[Budget]) -> list[DraftTree] | None:
@@ -103,11 +112,14 @@ class DraftTeam:
                     proposals[member.name] = offered
         if not proposals:
             return None
-        trees = self.speculator.admit(sequences, budgets, proposals)
-        return [
-            tree if len(tree) <= budget.max_nodes and max(tree.depths, default=0) <= budget.max_depth else EMPTY_TREE
-            for tree, budget in zip(trees, budgets, strict=True)
-        ]
+        try:
+            trees = self._speculator.admit(sequences, budgets, proposals)
+            if any(_too_large(tree, budget) for tree, budget in zip(trees, budgets, strict=True)):
+                raise InvariantError("a tree is above its budget")
+        except Exception as error:
+            self._speculator_fault("admit", error)
+            return None
+        return trees
 
     def observe(self, outcomes: Sequence[Outcome], hidden: torch.Tensor) -> None:
         """Tell every drafter what became of the sequences it serves, prompt chunks included."""
@@ -124,7 +136,10 @@ class DraftTeam:
             self._charge(member, start)
 
     def record(self, step: StepRecord) -> None:
-        self.speculator.record(step)
+        try:
+            self._speculator.record(step)
+        except Exception as error:
+            self._speculator_fault("record", error)
 
     # --- faults -----------------------------------------------------------------------------------------------------
 
@@ -157,6 +172,16 @@ class DraftTeam:
         seconds = self._clock() - start
         self.seconds[member.name] += seconds
         self.last_ms[member.name] = self.last_ms.get(member.name, 0.0) + seconds * 1e3
+
+    def _speculator_fault(self, method: str, error: Exception) -> None:
+        """Count it; after too many, give up drafting altogether."""
+        self.speculator_faults += 1
+        if self.speculator_faults == MAX_FAULTS:
+            log.warning("speculation is switched off after %d faults; the last one: %s raised %r", MAX_FAULTS, method, error)
+            for member in self._members:
+                for opened in member.opened:
+                    _quietly(member.drafter.close, opened)
+            self._members.clear()
 
     def _fault(self, member: _Member, seq_id: int | None, what: str) -> None:
         """Count it; close the drafter for the sequence, and for everybody after too many."""
@@ -197,6 +222,10 @@ def find_flaw(proposal: Proposal, budget: Budget, vocab_size: int) -> str | None
     if max(depths) > budget.max_depth:
         return f"a node has depth {max(depths)}, {budget.max_depth} allowed"
     return None
+
+
+def _too_large(tree: DraftTree, budget: Budget) -> bool:
+    return len(tree) > budget.max_nodes or max(tree.depths, default=0) > budget.max_depth
 
 
 def _quietly(close: Callable[[int], None], seq_id: int) -> None:

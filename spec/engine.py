@@ -160,6 +160,7 @@ class Engine:
             "spec_decode_num_accepted_tokens_per_pos": list(stats.accepted_per_position),
             "drafter_seconds": dict(core.team.seconds),
             "drafter_faults": dict(core.team.faults),
+            "speculator_faults": core.team.speculator_faults,
         }
 
     def idle_check(self) -> None:

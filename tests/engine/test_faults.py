@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -31,8 +32,9 @@ from spec.engine import Engine
 from spec.errors import ConfigError
 from spec.pages import PagePool
 from spec.request import TokenEvent
+from spec.speculator import Limit, Load, StepRecord
 from spec.target import TargetModel, TargetScores
-from spec.tree import DraftProbs, Proposal
+from spec.tree import DraftProbs, DraftTree, Proposal
 
 PROMPTS = prompts_of([5, 12], seed=1)
 COUNT = 12
@@ -163,19 +165,49 @@ def test_the_wrong_number_of_proposals_is_a_fault() -> None:
     assert engine.stats()["drafter_faults"] == {"script": MAX_FAULTS}
 
 
-def test_a_speculator_that_overdoes_it_is_cut() -> None:
-    class Greedy(KeepAll):
-        def budgets(self, views, limits, load):  # type: ignore[no-untyped-def]
-            return [Budget(b.max_nodes, 2, 0.0, b.pass_price, b.chance) for b in super().budgets(views, limits, load)]
+class Overdone(KeepAll):
+    """A speculator with one fault."""
 
-        def admit(self, views, budgets, proposals):  # type: ignore[no-untyped-def]
-            deep = Proposal((1, 2, 3), (-1, 0, 1), (0.5,) * 3, (0,) * 3)
-            return super().admit(views, budgets, {"script": [deep] * len(views)})
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self.fault = fault
 
-    engine = make_engine(decoder(), [ScriptDrafter(truth(), SHAPES["chain"])], speculator=Greedy())
-    answer = run(engine, [greedy_request(1, PROMPTS[0], COUNT)])[1]
-    assert tuple(answer.token_ids) == golden(PROMPTS[0])
-    assert answer.drafted == 0
+    def budgets(self, views: Sequence[SequenceView], limits: Sequence[Limit], load: Load) -> list[Budget]:
+        if self.fault == "budgets raises":
+            raise RuntimeError("no budget")
+        budgets = super().budgets(views, limits, load)
+        if self.fault == "budget too large":
+            return [replace(budget, max_nodes=1000) for budget in budgets]
+        if self.fault == "tree too deep":
+            return [replace(budget, max_depth=min(budget.max_depth, 2)) for budget in budgets]
+        return budgets
+
+    def admit(
+        self, views: Sequence[SequenceView], budgets: Sequence[Budget], proposals: Mapping[str, Sequence[Proposal]]
+    ) -> list[DraftTree]:
+        if self.fault == "admit raises":
+            raise RuntimeError("no tree")
+        trees = super().admit(views, budgets, proposals)
+        if self.fault == "too few trees":
+            return trees[1:]
+        return [DraftTree((1, 2, 3), (-1, 0, 1))] * len(trees) if self.fault == "tree too deep" else trees
+
+    def record(self, step: StepRecord) -> None:
+        if self.fault == "record raises":
+            raise RuntimeError("no record")
+
+
+@pytest.mark.parametrize(
+    "fault", ["budgets raises", "budget too large", "admit raises", "too few trees", "tree too deep", "record raises"]
+)
+def test_a_speculator_in_trouble_costs_speed_only(fault: str, caplog: pytest.LogCaptureFixture) -> None:
+    drafter = ScriptDrafter(truth(), SHAPES["chain"])
+    engine = make_engine(decoder(), [drafter], speculator=Overdone(fault))
+    answers = run(engine, [greedy_request(i, p, COUNT) for i, p in enumerate(PROMPTS)])
+    assert [tuple(answers[i].token_ids) for i in (0, 1)] == [golden(p) for p in PROMPTS]
+    assert engine.stats()["speculator_faults"] == MAX_FAULTS
+    assert drafter.opened == set()
+    assert len([line for line in caplog.messages if "switched off" in line]) == 1
 
 
 class Poisoned:
