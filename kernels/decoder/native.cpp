@@ -1,0 +1,345 @@
+// decoder: all layers of one step as a list of phases for the thread team. The contract is in __init__.py beside this file.
+//
+// Knows the order of the ops and who may read what when; refuses to know how an op computes. Rows of few nodes are normed and
+// quantised by every thread for itself (no barrier), many rows are shared out in a phase of their own; same bits.
+#pragma once
+
+#include <array>
+#include <vector>
+
+#include "kernels/decoder/model.h"
+#include "kernels/kv_slots/native.cpp"
+#include "kernels/linear/native.cpp"
+#include "kernels/norm/native.cpp"
+#include "kernels/rope/native.cpp"
+#include "kernels/tree_attention/native.cpp"
+#include "team.h"
+
+namespace fs::FS_ISA {
+
+enum class Op { Embed, AttentionInput, Qkv, Rotate, Attend, OutputInput, Output, MlpInput, GateUp, DownInput, Down, FinalNorm, HeadInput, Head };
+
+// Up to this many nodes each thread prepares the inputs of a linear layer for itself.
+constexpr int kPrivateRows = 2;
+
+struct alignas(64) ThreadState {
+    std::vector<uint8_t> quantised;
+    std::vector<float> values;
+    int prepared = -1;  // phase whose input lies in the buffers above
+    AttentionScratch attention;
+    std::vector<Best> best;
+    bool has_best = false;
+    std::vector<float> head;  // one rotated head
+};
+
+// All that one forward needs, kept between calls so that buffers are allocated once.
+struct DecoderState : DecoderStateBase {
+    const Model* model = nullptr;
+    int nodes = 0;
+    const fs_step* step = nullptr;
+    const fs_store* store = nullptr;
+    float* out_hidden = nullptr;
+    float* out_logits = nullptr;
+    std::vector<float> x, q, k, v, attended, inner, values;
+    std::vector<uint8_t> quantised;
+    size_t q_stride = 0, kv_stride = 0;
+    AttentionPlan plan;
+    std::vector<ThreadState> threads;
+    std::vector<Phase> phases;
+    std::vector<std::pair<Op, int>> ops;  // per phase: op, layer
+};
+
+class Forward {
+  public:
+    Forward(DecoderState& s) : s_(s), m_(*s.model) {}
+
+    void run(int phase, int begin, int end, int thread) {
+        const auto [op, layer] = s_.ops[static_cast<size_t>(phase)];
+        phase_ = phase;
+        switch (op) {
+            case Op::Embed: embed(begin, end); break;
+            case Op::AttentionInput:
+            case Op::OutputInput:
+            case Op::MlpInput:
+            case Op::DownInput:
+            case Op::HeadInput: shared_input(op, layer, begin, end); break;
+            case Op::Qkv: qkv(m_.layers[static_cast<size_t>(layer)], input(Op::AttentionInput, layer, thread), begin, end); break;
+            case Op::Rotate: rotate(layer, begin, end, thread); break;
+            case Op::Attend: attend(layer, begin, end, thread); break;
+            case Op::Output: {
+                const Packed& o = m_.layers[static_cast<size_t>(layer)].slot[FS_SLOT_O];
+                linear_add(o, input(Op::OutputInput, layer, thread), s_.nodes, begin, end, s_.x.data(), hidden());
+                break;
+            }
+            case Op::GateUp: {
+                const Layer& l = m_.layers[static_cast<size_t>(layer)];
+                linear_swiglu(l.slot[FS_SLOT_GATE], l.slot[FS_SLOT_UP], input(Op::MlpInput, layer, thread), s_.nodes, begin, end, s_.inner.data(), intermediate());
+                break;
+            }
+            case Op::Down: {
+                const Packed& down = m_.layers[static_cast<size_t>(layer)].slot[FS_SLOT_DOWN];
+                linear_add(down, input(Op::DownInput, layer, thread), s_.nodes, begin, end, s_.x.data(), hidden());
+                break;
+            }
+            case Op::FinalNorm: final_norm(begin, end); break;
+            case Op::Head: head(begin, end, thread); break;
+        }
+    }
+
+    static int input_width(const Model& m, Op op) {
+        if (op == Op::OutputInput) return m.shape.q_heads * m.shape.head_dim;
+        return op == Op::DownInput ? m.shape.intermediate : m.shape.hidden;
+    }
+
+  private:
+    size_t hidden() const { return static_cast<size_t>(m_.shape.hidden); }
+    size_t intermediate() const { return static_cast<size_t>(m_.shape.intermediate); }
+
+    void embed(int begin, int end) {
+        for (int i = begin; i < end; ++i) unpack_row(m_.embedding(), s_.step->input_ids[i], s_.x.data() + static_cast<size_t>(i) * hidden());
+    }
+
+    int input_rows(Op op) const { return op == Op::HeadInput ? s_.step->scored : s_.nodes; }
+
+    // Which forms of its input the layers behind `op` read: quantised, float.
+    std::pair<bool, bool> forms(Op op, int layer) const {
+        bool quantised = false, dense = false;
+        const auto see = [&](const Packed& w) { (is_quantised(w.kind) ? quantised : dense) = true; };
+        if (op == Op::HeadInput) {
+            see(m_.head);
+            return {quantised, dense};
+        }
+        const Layer& l = m_.layers[static_cast<size_t>(layer)];
+        if (op == Op::AttentionInput) {
+            see(l.slot[FS_SLOT_Q]);
+            see(l.slot[FS_SLOT_K]);
+            see(l.slot[FS_SLOT_V]);
+        } else if (op == Op::OutputInput) {
+            see(l.slot[FS_SLOT_O]);
+        } else if (op == Op::MlpInput) {
+            see(l.slot[FS_SLOT_GATE]);
+            see(l.slot[FS_SLOT_UP]);
+        } else {
+            see(l.slot[FS_SLOT_DOWN]);
+        }
+        return {quantised, dense};
+    }
+
+    // Row r of a linear layer's input, in the forms asked for.
+    void prepare_row(Op op, int layer, int r, bool quantised, uint8_t* codes, float* values) {
+        const int width = input_width(m_, op);
+        float* target = values + static_cast<size_t>(r) * static_cast<size_t>(width);
+        const float* source = target;
+        if (op == Op::AttentionInput || op == Op::MlpInput) {
+            const Layer& l = m_.layers[static_cast<size_t>(layer)];
+            const float* weight = op == Op::AttentionInput ? l.attention_norm.data() : l.mlp_norm.data();
+            rms_norm_row(s_.x.data() + static_cast<size_t>(r) * hidden(), weight, width, m_.shape.norm_eps, target);
+        } else if (op == Op::OutputInput) {
+            source = s_.attended.data() + static_cast<size_t>(r) * s_.q_stride;
+        } else if (op == Op::DownInput) {
+            source = s_.inner.data() + static_cast<size_t>(r) * intermediate();
+        } else {
+            source = s_.out_hidden + static_cast<size_t>(s_.step->score_rows[r]) * hidden();
+        }
+        if (quantised) quantise_row(source, width, r, codes);
+        if (source != target && forms(op, layer).second) std::memcpy(target, source, static_cast<size_t>(width) * sizeof(float));
+    }
+
+    void shared_input(Op op, int layer, int begin, int end) {
+        const bool quantised = forms(op, layer).first;
+        for (int r = begin; r < end; ++r) prepare_row(op, layer, r, quantised, s_.quantised.data(), s_.values.data());
+    }
+
+    // The input of the linear layer of this phase: the shared buffers, or this thread's own, filled on its first claim.
+    Rows input(Op op, int layer, int thread) {
+        const int rows = input_rows(op), width = input_width(m_, op);
+        Rows out;
+        out.group_bytes = act_group_bytes(width);
+        out.stride = static_cast<size_t>(width);
+        if (rows > kPrivateRows) {
+            out.quantised = s_.quantised.data();
+            out.values = s_.values.data();
+            return out;
+        }
+        ThreadState& t = s_.threads[static_cast<size_t>(thread)];
+        if (t.prepared != phase_) {
+            const bool quantised = forms(op, layer).first;
+            for (int r = 0; r < rows; ++r) prepare_row(op, layer, r, quantised, t.quantised.data(), t.values.data());
+            t.prepared = phase_;
+        }
+        out.quantised = t.quantised.data();
+        out.values = t.values.data();
+        return out;
+    }
+
+    void qkv(const Layer& l, const Rows& x, int begin, int end) {
+        const Packed* parts[3] = {&l.slot[FS_SLOT_Q], &l.slot[FS_SLOT_K], &l.slot[FS_SLOT_V]};
+        float* targets[3] = {s_.q.data(), s_.k.data(), s_.v.data()};
+        const size_t strides[3] = {s_.q_stride, s_.kv_stride, s_.kv_stride};
+        int offset = 0;
+        for (int part = 0; part < 3; ++part) {
+            const int from = std::max(begin - offset, 0), to = std::min(end - offset, parts[part]->tiles);
+            if (from < to) linear_store(*parts[part], x, s_.nodes, from, to, targets[part], strides[part]);
+            offset += parts[part]->tiles;
+        }
+    }
+
+    void rotate(int layer, int begin, int end, int thread) {
+        const fs_shape& shape = m_.shape;
+        const Layer& l = m_.layers[static_cast<size_t>(layer)];
+        const int d = shape.head_dim;
+        float* buffer = s_.threads[static_cast<size_t>(thread)].head.data();
+        for (int i = begin; i < end; ++i) {
+            const size_t at = static_cast<size_t>(s_.step->positions[i]) * static_cast<size_t>(d / 2);
+            const float* cos = m_.cos.data() + at;
+            const float* sin = m_.sin.data() + at;
+            float* q = s_.q.data() + static_cast<size_t>(i) * s_.q_stride;
+            for (int h = 0; h < shape.q_heads; ++h, q += d) {
+                if (!l.q_norm.empty()) rms_norm_row(q, l.q_norm.data(), d, shape.norm_eps, q);
+                rope_head(q, cos, sin, d, shape.scale, q);
+            }
+            const float* k = s_.k.data() + static_cast<size_t>(i) * s_.kv_stride;
+            const float* v = s_.v.data() + static_cast<size_t>(i) * s_.kv_stride;
+            for (int h = 0; h < shape.kv_heads; ++h, k += d, v += d) {
+                const float* source = k;
+                if (!l.k_norm.empty()) {
+                    rms_norm_row(k, l.k_norm.data(), d, shape.norm_eps, buffer);
+                    source = buffer;
+                }
+                rope_head(source, cos, sin, d, 1.0f, buffer);
+                write_head(*s_.store, layer, s_.step->slots[i], h, buffer, v);
+            }
+        }
+    }
+
+    void attend(int layer, int begin, int end, int thread) {
+        const AttentionLayer a{s_.step, s_.store, &s_.plan, s_.q.data(), s_.attended.data(), s_.q_stride, m_.shape.q_heads, m_.shape.window, layer};
+        for (int u = begin; u < end; ++u) attend_unit(a, u, s_.threads[static_cast<size_t>(thread)].attention);
+    }
+
+    void final_norm(int begin, int end) {
+        for (int i = begin; i < end; ++i) {
+            rms_norm_row(s_.x.data() + static_cast<size_t>(i) * hidden(), m_.final_norm.data(), m_.shape.hidden, m_.shape.norm_eps,
+                         s_.out_hidden + static_cast<size_t>(i) * hidden());
+        }
+    }
+
+    void head(int begin, int end, int thread) {
+        ThreadState& t = s_.threads[static_cast<size_t>(thread)];
+        if (!t.has_best) {
+            best_reset(t.best.data(), s_.step->scored);
+            t.has_best = true;
+        }
+        linear_best(m_.head, input(Op::HeadInput, -1, thread), s_.step->scored, begin, end, t.best.data(), s_.out_logits, static_cast<size_t>(m_.shape.vocab));
+    }
+
+    DecoderState& s_;
+    const Model& m_;
+    int phase_ = -1;
+};
+
+inline void run_phase(void* job, int phase, int begin, int end, int thread) {
+    Forward(*static_cast<DecoderState*>(job)).run(phase, begin, end, thread);
+}
+
+// Tiles claimed at a time: enough bytes that claiming costs nothing, few enough that the second-level cache holds them.
+inline Phase tiles_phase(int tiles, size_t tile_bytes) {
+    const int most = std::max<int>(1, static_cast<int>((size_t{512} << 10) / std::max<size_t>(tile_bytes, 1)));
+    const int least = std::max<int>(1, static_cast<int>((size_t{8} << 10) / std::max<size_t>(tile_bytes, 1)));
+    return {run_phase, tiles, std::min(least, most), most};
+}
+
+inline void list_phases(DecoderState& s, int head_rows) {
+    const Model& m = *s.model;
+    s.phases.clear();
+    s.ops.clear();
+    const auto add = [&](Op op, int layer, Phase phase) {
+        s.ops.emplace_back(op, layer);
+        s.phases.push_back(phase);
+    };
+    const Phase by_row{run_phase, s.nodes, s.nodes >= 64 ? 8 : 1, 64};
+    const auto input = [&](Op op, int layer, int rows) {
+        if (rows > kPrivateRows) add(op, layer, {run_phase, rows, rows >= 32 ? kGroup : 1, 64});
+    };
+    add(Op::Embed, -1, by_row);
+    for (int layer = 0; layer < m.shape.layers; ++layer) {
+        const auto& slot = m.layers[static_cast<size_t>(layer)].slot;
+        input(Op::AttentionInput, layer, s.nodes);
+        add(Op::Qkv, layer, tiles_phase(slot[FS_SLOT_Q].tiles + slot[FS_SLOT_K].tiles + slot[FS_SLOT_V].tiles, slot[FS_SLOT_Q].tile_bytes));
+        add(Op::Rotate, layer, by_row);
+        add(Op::Attend, layer, {run_phase, static_cast<int>(s.plan.units.size()), 1, 1});
+        input(Op::OutputInput, layer, s.nodes);
+        add(Op::Output, layer, tiles_phase(slot[FS_SLOT_O].tiles, slot[FS_SLOT_O].tile_bytes));
+        input(Op::MlpInput, layer, s.nodes);
+        add(Op::GateUp, layer, tiles_phase(slot[FS_SLOT_GATE].tiles, 2 * slot[FS_SLOT_GATE].tile_bytes));
+        input(Op::DownInput, layer, s.nodes);
+        add(Op::Down, layer, tiles_phase(slot[FS_SLOT_DOWN].tiles, slot[FS_SLOT_DOWN].tile_bytes));
+    }
+    add(Op::FinalNorm, -1, by_row);
+    if (head_rows > 0) {
+        input(Op::HeadInput, -1, head_rows);
+        add(Op::Head, -1, tiles_phase(m.head.tiles, m.head.tile_bytes));
+    }
+}
+
+inline void reserve(DecoderState& s, int threads) {
+    const fs_shape& shape = s.model->shape;
+    const auto n = static_cast<size_t>(s.nodes);
+    const int q_width = shape.q_heads * shape.head_dim, kv_width = shape.kv_heads * shape.head_dim;
+    s.q_stride = static_cast<size_t>(q_width);
+    s.kv_stride = static_cast<size_t>(kv_width);
+    const auto grow = [](auto& buffer, size_t size) {
+        if (buffer.size() < size) buffer.resize(size);
+    };
+    const int widest = std::max({shape.hidden, q_width, shape.intermediate});
+    const int rows = std::max(s.nodes, s.step->scored);
+    grow(s.x, n * static_cast<size_t>(shape.hidden));
+    grow(s.q, n * s.q_stride);
+    grow(s.k, n * s.kv_stride);
+    grow(s.v, n * s.kv_stride);
+    grow(s.attended, n * s.q_stride);
+    grow(s.inner, n * static_cast<size_t>(shape.intermediate));
+    grow(s.values, static_cast<size_t>(rows) * static_cast<size_t>(widest));
+    grow(s.quantised, act_bytes(widest, rows));
+    if (s.threads.size() < static_cast<size_t>(threads)) s.threads.resize(static_cast<size_t>(threads));
+    for (ThreadState& t : s.threads) {
+        grow(t.quantised, act_bytes(widest, kPrivateRows));
+        grow(t.values, static_cast<size_t>(kPrivateRows) * static_cast<size_t>(widest));
+        grow(t.head, static_cast<size_t>(shape.head_dim));
+        if (t.best.size() < static_cast<size_t>(s.step->scored)) t.best.resize(static_cast<size_t>(s.step->scored));
+        t.prepared = -1;
+        t.has_best = false;
+        t.attention.reserve(s.plan.max_queries, s.plan.stride, shape.head_dim);
+    }
+}
+
+inline std::unique_ptr<DecoderStateBase> make_decoder_state(const Model* model) {
+    auto state = std::make_unique<DecoderState>();
+    state->model = model;
+    return state;
+}
+
+inline fs_error decoder_forward(DecoderStateBase& base, Team& team, const fs_step& step, const fs_store& store, float* hidden, int32_t* argmax, float* logits) {
+    auto& s = static_cast<DecoderState&>(base);
+    const fs_shape& shape = s.model->shape;
+    s.nodes = step.nodes;
+    s.step = &step;
+    s.store = &store;
+    s.out_hidden = hidden;
+    s.out_logits = logits;
+    plan_attention(step, shape.q_heads, shape.kv_heads, shape.head_dim, shape.window, team.threads(), &s.plan);
+    reserve(s, team.threads());
+    list_phases(s, step.scored);
+    if (!team.run(&s, s.phases.data(), static_cast<int>(s.phases.size()))) return FS_BAD_SHAPE;
+    for (int r = 0; r < step.scored; ++r) {
+        float value = -__builtin_inff();
+        int32_t index = INT32_MAX;
+        for (const ThreadState& t : s.threads) {
+            if (t.has_best) best_fold(t.best[static_cast<size_t>(r)], &value, &index);
+        }
+        argmax[r] = index;
+    }
+    return FS_OK;
+}
+
+}  // namespace fs::FS_ISA

@@ -1,0 +1,151 @@
+"""decoder in C++: packs the weights once, then one library call per step. The arithmetic is in native.cpp beside this file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from kernels.batch import KVTensors, StepInputs
+from kernels.decoder import DecoderOutput, DecoderShape, DecoderWeights, LayerWeights
+from kernels.linear import BlockWeight, Weight
+from kernels.native import NativeError, NativeLibrary, load
+from kernels.native.library import ShapeData, check
+from kernels.native.tensors import address, step_data, store_data, weight_data
+
+_ATTENTION_NORM, _MLP_NORM, _Q_NORM, _K_NORM, _FINAL_NORM, _COS, _SIN = range(7)
+_EMBEDDING, _HEAD = range(2)
+
+
+def _storage(weight: Weight) -> int:
+    return weight.codes.data_ptr() if isinstance(weight, BlockWeight) else weight.values.data_ptr()
+
+
+class NativeDecoder:
+    """A `Decoder` on the CPU. Holds packed copies: the weights given may be dropped afterwards.
+
+    Not for use by two threads at once. `isa` picks an instruction set by name (tests); the best one otherwise.
+    Raises NativeError when the library is missing or the sizes do not fit each other.
+    """
+
+    def __init__(
+        self,
+        shape: DecoderShape,
+        weights: DecoderWeights,
+        threads: int = 1,
+        cache_dir: Path | None = None,
+        digest: str | None = None,
+        *,
+        isa: str | None = None,
+        library: NativeLibrary | None = None,
+    ) -> None:
+        library = library or load()
+        if library is None:
+            raise NativeError("the native library is not available; use the reference decoder")
+        _check_sizes(shape, weights)
+        self.shape = shape
+        self._library = library
+        self._team = library.team(threads)
+        self._handle: int = library.c.fs_decoder_create(library.isa(isa), _shape_data(shape))
+        for index, layer in enumerate(weights.layers):
+            self._set_layer(index, layer)
+        self._set_weight(-1, _HEAD, weights.lm_head)
+        if _storage(weights.embedding) != _storage(weights.lm_head):
+            self._set_weight(-1, _EMBEDDING, weights.embedding)
+        self._set_vector(-1, _FINAL_NORM, weights.final_norm)
+        self._set_vector(-1, _COS, weights.rope_cos)
+        self._set_vector(-1, _SIN, weights.rope_sin)
+
+    def __del__(self) -> None:
+        handle = getattr(self, "_handle", None)
+        if handle is not None:
+            self._library.c.fs_decoder_destroy(handle)
+
+    def _set_layer(self, index: int, layer: LayerWeights) -> None:
+        for slot, weight in enumerate((layer.q, layer.k, layer.v, layer.o, layer.gate, layer.up, layer.down)):
+            self._set_weight(index, slot, weight)
+        self._set_vector(index, _ATTENTION_NORM, layer.attention_norm)
+        self._set_vector(index, _MLP_NORM, layer.mlp_norm)
+        if layer.q_norm is not None:
+            self._set_vector(index, _Q_NORM, layer.q_norm)
+        if layer.k_norm is not None:
+            self._set_vector(index, _K_NORM, layer.k_norm)
+
+    def _set_weight(self, layer: int, slot: int, weight: Weight) -> None:
+        check(self._library.c.fs_decoder_set_weight(self._handle, layer, slot, weight_data(weight)))
+
+    def _set_vector(self, layer: int, which: int, values: torch.Tensor) -> None:
+        pointer = address(values, torch.float32, "norms and rotary tables")
+        check(self._library.c.fs_decoder_set_vector(self._handle, layer, which, pointer, values.numel()))
+
+    def forward(self, inputs: StepInputs, store: KVTensors, need_logits: bool) -> DecoderOutput:
+        """One pass. Raises NativeError, having computed nothing, when an index is out of bounds."""
+        scored = inputs.score_rows.shape[0]
+        hidden = torch.empty(inputs.num_nodes, self.shape.hidden)
+        argmax = torch.empty(scored, dtype=torch.int32)
+        logits = torch.empty(scored, self.shape.vocab_size) if need_logits else None
+        check(
+            self._library.c.fs_decoder_forward(
+                self._handle,
+                self._team.handle,
+                step_data(inputs),
+                store_data(store),
+                hidden.data_ptr(),
+                argmax.data_ptr(),
+                None if logits is None else logits.data_ptr(),
+            )
+        )
+        return DecoderOutput(hidden=hidden, argmax=argmax, logits=logits)
+
+
+def _shape_data(shape: DecoderShape) -> ShapeData:
+    return ShapeData(
+        shape.layers,
+        shape.hidden,
+        shape.intermediate,
+        shape.q_heads,
+        shape.kv_heads,
+        shape.head_dim,
+        shape.vocab_size,
+        shape.max_position,
+        shape.sliding_window or 0,
+        shape.norm_eps,
+        shape.attention_scale,
+    )
+
+
+def _check_sizes(shape: DecoderShape, weights: DecoderWeights) -> None:
+    """Raises NativeError naming the first tensor whose size does not follow from the shape."""
+    q_width, kv_width = shape.q_heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    if shape.q_heads % shape.kv_heads != 0 or shape.head_dim % 2 != 0 or len(weights.layers) != shape.layers:
+        raise NativeError("heads must divide evenly, head_dim must be even and every layer must have its weights")
+    expected: list[tuple[str, Weight, int, int]] = [("lm_head", weights.lm_head, shape.vocab_size, shape.hidden)]
+    for i, layer in enumerate(weights.layers):
+        expected += [
+            (f"layer {i} q", layer.q, q_width, shape.hidden),
+            (f"layer {i} k", layer.k, kv_width, shape.hidden),
+            (f"layer {i} v", layer.v, kv_width, shape.hidden),
+            (f"layer {i} o", layer.o, shape.hidden, q_width),
+            (f"layer {i} gate", layer.gate, shape.intermediate, shape.hidden),
+            (f"layer {i} up", layer.up, shape.intermediate, shape.hidden),
+            (f"layer {i} down", layer.down, shape.hidden, shape.intermediate),
+        ]
+    for name, weight, out, width in expected:
+        if (weight.out_features, weight.in_features) != (out, width):
+            raise NativeError(f"{name} is {weight.out_features} x {weight.in_features}, expected {out} x {width}")
+    vectors = [("final_norm", weights.final_norm, shape.hidden)]
+    for i, layer in enumerate(weights.layers):
+        vectors += [
+            (f"layer {i} attention_norm", layer.attention_norm, shape.hidden),
+            (f"layer {i} mlp_norm", layer.mlp_norm, shape.hidden),
+        ]
+        vectors += [
+            (f"layer {i} {name}", norm, shape.head_dim)
+            for name, norm in (("q_norm", layer.q_norm), ("k_norm", layer.k_norm))
+            if norm is not None
+        ]
+    table = shape.max_position * shape.head_dim // 2
+    vectors += [("rope_cos", weights.rope_cos, table), ("rope_sin", weights.rope_sin, table)]
+    for name, tensor, size in vectors:
+        if tensor.numel() != size:
+            raise NativeError(f"{name} has {tensor.numel()} values, expected {size}")

@@ -1,0 +1,294 @@
+// linear: quantise rows, then tiles of 16 outputs by up to 16 rows. The formula is in __init__.py beside this file.
+//
+// A row's result is a fixed chain of float operations over the blocks (or, for dense matrices, over the inputs) in ascending
+// order; the tile sizes below decide only which rows travel together, so they never change a bit of it.
+#pragma once
+
+#include "lanes.h"
+#include "weights.h"
+
+namespace fs::FS_ISA {
+
+// Quantised rows lie in groups of 16. Per group and block of 32 inputs one record:
+// [16][32] int8 codes | [16] a | [16] a * sum | [16] -8 * sum | [16] -128 * sum   (sum = sum of the codes, int32)
+constexpr int kGroup = 16;
+constexpr size_t kActRecord = 768;
+constexpr size_t kActScale = 512, kActScaledSum = 576, kActMinus8 = 640, kActMinus128 = 704;
+
+inline size_t act_group_bytes(int in) { return static_cast<size_t>((in + 2 * kBlock - 1) / (2 * kBlock)) * 2 * kActRecord; }
+inline size_t act_bytes(int in, int rows) { return act_group_bytes(in) * static_cast<size_t>((rows + kGroup - 1) / kGroup); }
+
+// What a linear layer reads: quantised groups, float rows, or both when the matrices of one layer differ in kind.
+struct Rows {
+    const uint8_t* quantised = nullptr;
+    size_t group_bytes = 0;
+    const float* values = nullptr;
+    size_t stride = 0;  // floats from row to row
+};
+
+// x[0..in) of row `row` into its group. `in` is a multiple of 32.
+inline void quantise_row(const float* x, int in, int row, uint8_t* act) {
+    const int blocks = in / kBlock;
+    const int lane = row % kGroup;
+    uint8_t* record = act + act_group_bytes(in) * static_cast<size_t>(row / kGroup);
+    for (int b = 0; b < blocks; ++b, record += kActRecord) {
+        const F low = load(x + b * kBlock), high = load(x + b * kBlock + 16);
+        const float a = reduce_max(max(abs(low), abs(high))) / 127.0f;
+        int8_t* codes = reinterpret_cast<int8_t*>(record) + kBlock * lane;
+        int32_t sum = 0;
+        if (a > 0.0f) {
+            const F step = set1(a);
+            const I q0 = round_int(div(low, step)), q1 = round_int(div(high, step));
+            store_int8(codes, q0);
+            store_int8(codes + 16, q1);
+            sum = reduce_add(add(q0, q1));
+        } else {
+            std::memset(codes, 0, kBlock);
+        }
+        const float scaled = a * static_cast<float>(sum);
+        const int32_t minus8 = -8 * sum, minus128 = -128 * sum;
+        std::memcpy(record + kActScale + 4 * lane, &a, 4);
+        std::memcpy(record + kActScaledSum + 4 * lane, &scaled, 4);
+        std::memcpy(record + kActMinus8 + 4 * lane, &minus8, 4);
+        std::memcpy(record + kActMinus128 + 4 * lane, &minus128, 4);
+    }
+    if (blocks % 2 != 0) {  // the zero block that fills the last record
+        std::memset(record + kBlock * lane, 0, kBlock);
+        for (size_t field : {kActScale, kActScaledSum, kActMinus8, kActMinus128}) std::memset(record + field + 4 * lane, 0, 4);
+    }
+}
+
+template <Kind K, int R>
+inline void quantised_block(const uint8_t* codes, const uint8_t* scale, const uint8_t* minimum, const int8_t* q,
+                            const uint8_t* fields, F (&acc)[R]) {
+    Codes w;
+    if constexpr (K <= Kind::Q4Offset) {
+        unpack_nibbles(codes, w);
+    } else {
+        unpack_bytes(codes, w);
+    }
+    const F d = load_half(reinterpret_cast<const uint16_t*>(scale));
+    F m = zero();
+    if constexpr (K == Kind::Q4Min) m = load_half(reinterpret_cast<const uint16_t*>(minimum));
+    if constexpr (K == Kind::Q8Min) m = load(reinterpret_cast<const float*>(minimum));
+    const auto* a = reinterpret_cast<const float*>(fields + kActScale);
+    const auto* scaled_sum = reinterpret_cast<const float*>(fields + kActScaledSum);
+    const auto* minus8 = reinterpret_cast<const int32_t*>(fields + kActMinus8);
+    const auto* minus128 = reinterpret_cast<const int32_t*>(fields + kActMinus128);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+        I dot;
+        if constexpr (K == Kind::Q4Min) dot = dot_nibbles(w, q + kBlock * r, set1(0));
+        if constexpr (K == Kind::Q4Offset) dot = dot_nibbles(w, q + kBlock * r, set1(minus8[r]));
+        if constexpr (K == Kind::Q8Min) dot = dot_bytes(w, q + kBlock * r, set1(kBytesShift == 0 ? 0 : -minus128[r]));
+        if constexpr (K == Kind::Q8Offset) dot = dot_bytes(w, q + kBlock * r, set1(kBytesShift == 0 ? minus128[r] : 0));
+        acc[r] = fma(mul(d, set1(a[r])), to_float(dot), acc[r]);
+        if constexpr (K == Kind::Q4Min || K == Kind::Q8Min) acc[r] = fma(m, set1(scaled_sum[r]), acc[r]);
+    }
+}
+
+// Bytes ahead of the reader that are asked for from memory.
+constexpr size_t kPrefetch = 2560;
+
+// R rows of a group from `lane` on: their codes start at 32 * lane of a record, their other fields are shifted by 4 * lane.
+template <Kind K, int R>
+void quantised_tile(const uint8_t* w, int pairs, const uint8_t* group, int lane, F* out) {
+    constexpr size_t codes = code_bytes(K), record = record_bytes(K);
+    constexpr size_t minimum_bytes = K == Kind::Q8Min ? 64 : 32;
+    const auto* q = reinterpret_cast<const int8_t*>(group) + kBlock * lane;
+    const uint8_t* fields = group + 4 * lane;
+    F acc[R];
+    for (int r = 0; r < R; ++r) acc[r] = zero();
+    for (int p = 0; p < pairs; ++p, w += record, q += 2 * kActRecord, fields += 2 * kActRecord) {
+        if constexpr (R <= 8) {
+#pragma GCC unroll 20
+            for (size_t line = 0; line < record; line += 64) prefetch(w + kPrefetch + line);
+        }
+        const uint8_t* scale = w + 2 * codes;
+        quantised_block<K, R>(w, scale, scale + 64, q, fields, acc);
+        quantised_block<K, R>(w + codes, scale + 32, scale + 64 + minimum_bytes, q + kActRecord, fields + kActRecord, acc);
+    }
+    for (int r = 0; r < R; ++r) out[r] = acc[r];
+}
+
+template <Kind K>
+inline F load_dense(const uint8_t* w, size_t at) {
+    if constexpr (K == Kind::F32) return load(reinterpret_cast<const float*>(w) + at);
+    if constexpr (K == Kind::F16) return load_half(reinterpret_cast<const uint16_t*>(w) + at);
+    return load_bf16(reinterpret_cast<const uint16_t*>(w) + at);
+}
+
+template <Kind K, int R>
+void dense_tile(const uint8_t* w, int in, const float* x, size_t stride, F* out) {
+    F acc[R];
+    for (int r = 0; r < R; ++r) acc[r] = zero();
+    for (int k = 0; k < in; ++k) {
+        const F v = load_dense<K>(w, static_cast<size_t>(k) * kTile);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; ++r) acc[r] = fma(v, set1(x[static_cast<size_t>(r) * stride + static_cast<size_t>(k)]), acc[r]);
+    }
+    for (int r = 0; r < R; ++r) out[r] = acc[r];
+}
+
+template <Kind K, int R>
+inline void tile_rows(const Packed& w, int tile, const Rows& x, int row, F* acc) {
+    if constexpr (K <= Kind::Q8Offset) {
+        const uint8_t* group = x.quantised + x.group_bytes * static_cast<size_t>(row / kGroup);
+        quantised_tile<K, R>(w.tile(tile), w.pairs, group, row % kGroup, acc);
+    } else {
+        dense_tile<K, R>(w.tile(tile), w.in, x.values + x.stride * static_cast<size_t>(row), x.stride, acc);
+    }
+}
+
+template <Kind K>
+void tile_any(const Packed& w, int tile, const Rows& x, int row, int rows, F* acc) {
+    while (rows > 0) {
+        int step;
+        if (rows >= kRowTileWide) {
+            tile_rows<K, kRowTileWide>(w, tile, x, row, acc);
+            step = kRowTileWide;
+        } else if (rows >= kRowTile) {
+            tile_rows<K, kRowTile>(w, tile, x, row, acc);
+            step = kRowTile;
+        } else {
+            step = rows;
+            switch (rows) {
+                case 1: tile_rows<K, 1>(w, tile, x, row, acc); break;
+                case 2: tile_rows<K, 2>(w, tile, x, row, acc); break;
+                case 3: tile_rows<K, 3>(w, tile, x, row, acc); break;
+                case 4: tile_rows<K, 4>(w, tile, x, row, acc); break;
+                case 5: tile_rows<K, 5>(w, tile, x, row, acc); break;
+                case 6: tile_rows<K, 6>(w, tile, x, row, acc); break;
+                default: tile_rows<K, 7>(w, tile, x, row, acc); break;
+            }
+        }
+        row += step;
+        rows -= step;
+        acc += step;
+    }
+}
+
+// acc[0..rows) = rows row..row+rows of x times the 16 outputs of `tile`, bias included. rows <= 16, all in one group of 16.
+inline void accumulate(const Packed& w, int tile, const Rows& x, int row, int rows, F* acc) {
+    switch (w.kind) {
+        case Kind::Q4Min: tile_any<Kind::Q4Min>(w, tile, x, row, rows, acc); break;
+        case Kind::Q4Offset: tile_any<Kind::Q4Offset>(w, tile, x, row, rows, acc); break;
+        case Kind::Q8Min: tile_any<Kind::Q8Min>(w, tile, x, row, rows, acc); break;
+        case Kind::Q8Offset: tile_any<Kind::Q8Offset>(w, tile, x, row, rows, acc); break;
+        case Kind::F32: tile_any<Kind::F32>(w, tile, x, row, rows, acc); break;
+        case Kind::F16: tile_any<Kind::F16>(w, tile, x, row, rows, acc); break;
+        case Kind::BF16: tile_any<Kind::BF16>(w, tile, x, row, rows, acc); break;
+    }
+    if (!w.bias.empty()) {
+        const F bias = load(w.bias.data() + tile * kTile);
+        for (int r = 0; r < rows; ++r) acc[r] = add(acc[r], bias);
+    }
+}
+
+// Calls sink(tile, row, rows, acc) for tiles [begin, end) and all n rows, rows in groups of at most 16 so that a group stays in the
+// first-level cache while the tiles pass by.
+template <class Sink>
+inline void linear_tiles(const Packed& w, const Rows& x, int n, int begin, int end, Sink&& sink) {
+    F acc[kGroup];
+    for (int row = 0; row < n; row += kGroup) {
+        const int rows = n - row < kGroup ? n - row : kGroup;
+        for (int tile = begin; tile < end; ++tile) {
+            accumulate(w, tile, x, row, rows, acc);
+            sink(tile, row, rows, acc);
+        }
+    }
+}
+
+// y[n][stride] = rows of x times w; the columns behind the last output are left alone.
+inline void linear_store(const Packed& w, const Rows& x, int n, int begin, int end, float* y, size_t stride) {
+    linear_tiles(w, x, n, begin, end, [&](int tile, int row, int rows, const F* acc) {
+        const int column = tile * kTile;
+        const int width = w.out - column;
+        for (int r = 0; r < rows; ++r) {
+            float* target = y + static_cast<size_t>(row + r) * stride + column;
+            if (width >= kTile) {
+                store(target, acc[r]);
+            } else {
+                store_part(target, acc[r], width);
+            }
+        }
+    });
+}
+
+// y[n][stride] += rows of x times w: the residual connection.
+inline void linear_add(const Packed& w, const Rows& x, int n, int begin, int end, float* y, size_t stride) {
+    linear_tiles(w, x, n, begin, end, [&](int tile, int row, int rows, const F* acc) {
+        const int column = tile * kTile;
+        const int width = w.out - column;
+        for (int r = 0; r < rows; ++r) {
+            float* target = y + static_cast<size_t>(row + r) * stride + column;
+            if (width >= kTile) {
+                store(target, add(load(target), acc[r]));
+            } else {
+                store_part(target, add(load_part(target, width), acc[r]), width);
+            }
+        }
+    });
+}
+
+// y[n][stride] = silu(gate(x)) * up(x).
+inline void linear_swiglu(const Packed& gate, const Packed& up, const Rows& x, int n, int begin, int end, float* y, size_t stride) {
+    F other[kGroup];
+    linear_tiles(gate, x, n, begin, end, [&](int tile, int row, int rows, const F* acc) {
+        accumulate(up, tile, x, row, rows, other);
+        const int column = tile * kTile;
+        const int width = gate.out - column;
+        for (int r = 0; r < rows; ++r) {
+            float* target = y + static_cast<size_t>(row + r) * stride + column;
+            const F value = silu_mul(acc[r], other[r]);
+            if (width >= kTile) {
+                store(target, value);
+            } else {
+                store_part(target, value, width);
+            }
+        }
+    });
+}
+
+// The best output of each row so far, per lane: value and output index.
+struct Best {
+    F value;
+    I index;
+};
+
+inline void best_reset(Best* best, int n) {
+    for (int r = 0; r < n; ++r) best[r] = {set1(-__builtin_inff()), set1(0)};
+}
+
+// Keeps the largest output of each row (the lowest index on ties), and stores all outputs when y is given.
+inline void linear_best(const Packed& w, const Rows& x, int n, int begin, int end, Best* best, float* y, size_t stride) {
+    linear_tiles(w, x, n, begin, end, [&](int tile, int row, int rows, const F* acc) {
+        const int column = tile * kTile;
+        const int width = w.out - column;
+        const M inside = first(width);
+        const I index = add(iota(), set1(column));
+        for (int r = 0; r < rows; ++r) {
+            Best& b = best[row + r];
+            const M better = both(inside, less(b.value, acc[r]));
+            b.value = select(better, acc[r], b.value);
+            b.index = select(better, index, b.index);
+            if (y != nullptr) store_part(y + static_cast<size_t>(row + r) * stride + column, acc[r], width);
+        }
+    });
+}
+
+// Folds one thread's best into (value, index).
+inline void best_fold(const Best& best, float* value, int32_t* index) {
+    alignas(64) float values[16];
+    alignas(64) int32_t indices[16];
+    store(values, best.value);
+    store(indices, best.index);
+    for (int i = 0; i < 16; ++i) {
+        if (values[i] > *value || (values[i] == *value && indices[i] < *index)) {
+            *value = values[i];
+            *index = indices[i];
+        }
+    }
+}
+
+}  // namespace fs::FS_ISA

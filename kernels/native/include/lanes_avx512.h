@@ -1,0 +1,103 @@
+// AVX-512 with VNNI: a lane set is one zmm register.
+#pragma once
+
+#include <immintrin.h>
+
+namespace fs::FS_ISA {
+
+struct F {
+    __m512 v;
+};
+struct I {
+    __m512i v;
+};
+struct M {
+    __mmask16 v;
+};
+
+constexpr int kBytesShift = 0;
+constexpr int kRowTile = 8;  // rows held in registers by the linear kernels
+constexpr int kRowTileWide = 16;
+
+inline F zero() { return {_mm512_setzero_ps()}; }
+inline F set1(float x) { return {_mm512_set1_ps(x)}; }
+inline F load(const float* p) { return {_mm512_loadu_ps(p)}; }
+inline void store(float* p, F x) { _mm512_storeu_ps(p, x.v); }
+inline M first(int n) { return {static_cast<__mmask16>(n >= 16 ? 0xFFFFu : (n <= 0 ? 0u : (1u << n) - 1u))}; }
+inline F load_part(const float* p, int n) { return {_mm512_maskz_loadu_ps(first(n).v, p)}; }
+inline void store_part(float* p, F x, int n) { _mm512_mask_storeu_ps(p, first(n).v, x.v); }
+inline F fma(F a, F b, F c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+inline F mul(F a, F b) { return {_mm512_mul_ps(a.v, b.v)}; }
+inline F add(F a, F b) { return {_mm512_add_ps(a.v, b.v)}; }
+inline F sub(F a, F b) { return {_mm512_sub_ps(a.v, b.v)}; }
+inline F div(F a, F b) { return {_mm512_div_ps(a.v, b.v)}; }
+inline F max(F a, F b) { return {_mm512_max_ps(a.v, b.v)}; }
+inline F min(F a, F b) { return {_mm512_min_ps(a.v, b.v)}; }
+inline F abs(F a) { return {_mm512_abs_ps(a.v)}; }
+inline M less(F a, F b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ)}; }
+inline F select(M m, F yes, F no) { return {_mm512_mask_blend_ps(m.v, no.v, yes.v)}; }
+inline I select(M m, I yes, I no) { return {_mm512_mask_blend_epi32(m.v, no.v, yes.v)}; }
+inline M both(M a, M b) { return {static_cast<__mmask16>(a.v & b.v)}; }
+inline M not_(M a) { return {static_cast<__mmask16>(~a.v)}; }
+inline bool any(M a) { return a.v != 0; }
+
+inline I set1(int32_t x) { return {_mm512_set1_epi32(x)}; }
+inline I iota() { return {_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)}; }
+inline I load(const int32_t* p) { return {_mm512_loadu_si512(p)}; }
+inline void store(int32_t* p, I x) { _mm512_storeu_si512(p, x.v); }
+inline I add(I a, I b) { return {_mm512_add_epi32(a.v, b.v)}; }
+inline F to_float(I a) { return {_mm512_cvtepi32_ps(a.v)}; }
+inline I round_int(F a) { return {_mm512_cvtps_epi32(a.v)}; }  // to nearest, ties to even
+inline F scale_by_power(F y, I n) {
+    return {_mm512_mul_ps(y.v, _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(n.v, _mm512_set1_epi32(127)), 23)))};
+}
+
+inline F load_half(const uint16_t* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
+inline F load_bf16(const uint16_t* p) {
+    const __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16))};
+}
+inline void store_int8(int8_t* p, I x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(x.v)); }
+
+// Folds lanes i and i + 8, then i + 4, i + 2, i + 1.
+inline float reduce_add(F a) {
+    const __m256 s8 = _mm256_add_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1));
+    const __m128 s4 = _mm_add_ps(_mm256_castps256_ps128(s8), _mm256_extractf128_ps(s8, 1));
+    const __m128 s2 = _mm_add_ps(s4, _mm_movehl_ps(s4, s4));
+    return _mm_cvtss_f32(_mm_add_ss(s2, _mm_shuffle_ps(s2, s2, 1)));
+}
+inline float reduce_max(F a) { return _mm512_reduce_max_ps(a.v); }
+inline int32_t reduce_add(I a) { return _mm512_reduce_add_epi32(a.v); }
+
+inline __m512i bcast4(const int8_t* q) {
+    int32_t word;
+    __builtin_memcpy(&word, q, 4);
+    return _mm512_set1_epi32(word);
+}
+
+// One block of 32 inputs by 16 outputs, unpacked to 8 registers of 4 inputs each.
+struct Codes {
+    __m512i c[8];
+};
+inline void unpack_nibbles(const uint8_t* w, Codes& out) {
+    const __m512i mask = _mm512_set1_epi8(15);
+    for (int j = 0; j < 4; ++j) {
+        const __m512i raw = _mm512_loadu_si512(w + 64 * j);
+        out.c[j] = _mm512_and_si512(raw, mask);
+        out.c[j + 4] = _mm512_and_si512(_mm512_srli_epi16(raw, 4), mask);
+    }
+}
+inline void unpack_bytes(const uint8_t* w, Codes& out) {
+    for (int j = 0; j < 8; ++j) out.c[j] = _mm512_loadu_si512(w + 64 * j);
+}
+inline I dot_codes(const Codes& w, const int8_t* q, I init) {
+    __m512i s = init.v;
+    for (int j = 0; j < 8; ++j) s = _mm512_dpbusd_epi32(s, w.c[j], bcast4(q + 4 * j));
+    return {s};
+}
+inline I dot_nibbles(const Codes& w, const int8_t* q, I init) { return dot_codes(w, q, init); }
+inline I dot_bytes(const Codes& w, const int8_t* q, I init) { return dot_codes(w, q, init); }
+
+inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+
+}  // namespace fs::FS_ISA

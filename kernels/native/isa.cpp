@@ -1,0 +1,171 @@
+// All ops, compiled once per instruction set: -DFS_ISA=<name> and the matching machine flags.
+#include "kernels/decoder/native.cpp"
+#include "kernels/sample/native.cpp"
+#include "kernels/tree_accept/native.cpp"
+#include "ops.h"
+
+#define FS_PASTE_(a, b) a##b
+#define FS_PASTE(a, b) FS_PASTE_(a, b)
+#define FS_TEXT_(a) #a
+#define FS_TEXT(a) FS_TEXT_(a)
+
+namespace fs::FS_ISA {
+namespace {
+
+void quantise(const float* x, int rows, int in, int8_t* codes, float* a, int32_t* sums) {
+    const int blocks = in / kBlock;
+    std::vector<uint8_t> act(act_bytes(in, 1));
+    for (int r = 0; r < rows; ++r) {
+        quantise_row(x + static_cast<size_t>(r) * static_cast<size_t>(in), in, 0, act.data());
+        for (int b = 0; b < blocks; ++b) {
+            const uint8_t* record = act.data() + static_cast<size_t>(b) * kActRecord;
+            const size_t at = static_cast<size_t>(r) * static_cast<size_t>(blocks) + static_cast<size_t>(b);
+            int32_t minus8;
+            std::memcpy(codes + at * kBlock, record, kBlock);
+            std::memcpy(a + at, record + kActScale, 4);
+            std::memcpy(&minus8, record + kActMinus8, 4);
+            sums[at] = minus8 / -8;
+        }
+    }
+}
+
+struct LinearJob {
+    const Packed* w;
+    Rows x;
+    int rows;
+    float* y;
+};
+
+void linear(Team& team, const Packed& w, const float* x, int rows, float* y) {
+    LinearJob job{&w, {}, rows, y};
+    std::vector<uint8_t> act;
+    job.x.values = x;
+    job.x.stride = static_cast<size_t>(w.in);
+    if (is_quantised(w.kind)) {
+        act.resize(act_bytes(w.in, rows));
+        for (int r = 0; r < rows; ++r) quantise_row(x + static_cast<size_t>(r) * job.x.stride, w.in, r, act.data());
+        job.x.quantised = act.data();
+        job.x.group_bytes = act_group_bytes(w.in);
+    }
+    Phase phase = tiles_phase(w.tiles, w.tile_bytes);
+    phase.run = [](void* p, int, int begin, int end, int) {
+        auto& j = *static_cast<LinearJob*>(p);
+        linear_store(*j.w, j.x, j.rows, begin, end, j.y, static_cast<size_t>(j.w->out));
+    };
+    team.run(&job, &phase, 1);
+}
+
+void rms_norm(const float* x, const float* residual, const float* weight, int rows, int n, float eps, float* out, float* residual_out) {
+    for (int r = 0; r < rows; ++r) {
+        const size_t at = static_cast<size_t>(r) * static_cast<size_t>(n);
+        if (residual != nullptr) {
+            add_rms_norm_row(x + at, residual + at, weight, n, eps, out + at, residual_out + at);
+        } else {
+            rms_norm_row(x + at, weight, n, eps, out + at);
+        }
+    }
+}
+
+void rope(const float* x, const int32_t* positions, const float* cos, const float* sin, int rows, int heads, int d, float* out) {
+    for (int r = 0; r < rows; ++r) {
+        const size_t table = static_cast<size_t>(positions[r]) * static_cast<size_t>(d / 2);
+        for (int h = 0; h < heads; ++h) {
+            const size_t at = (static_cast<size_t>(r) * static_cast<size_t>(heads) + static_cast<size_t>(h)) * static_cast<size_t>(d);
+            rope_head(x + at, cos + table, sin + table, d, 1.0f, out + at);
+        }
+    }
+}
+
+void kv_write(const fs_store& store, int layer, const float* k, const float* v, const int32_t* slots, int rows) {
+    const int d = store.head_dim;
+    for (int r = 0; r < rows; ++r) {
+        for (int h = 0; h < store.kv_heads; ++h) {
+            const size_t at = (static_cast<size_t>(r) * static_cast<size_t>(store.kv_heads) + static_cast<size_t>(h)) * static_cast<size_t>(d);
+            write_head(store, layer, slots[r], h, k + at, v + at);
+        }
+    }
+}
+
+struct MoveJob {
+    const fs_store* store;
+    const int32_t* src;
+    const int32_t* dst;
+    int n;
+};
+
+void kv_move(Team& team, const fs_store& store, const int32_t* src, const int32_t* dst, int n) {
+    MoveJob job{&store, src, dst, n};
+    const Phase phase{[](void* p, int, int begin, int end, int) {
+                          const auto& j = *static_cast<MoveJob*>(p);
+                          for (int layer = begin; layer < end; ++layer) move_layer(*j.store, layer, j.src, j.dst, j.n);
+                      },
+                      store.layers, 1, 64};
+    team.run(&job, &phase, 1);
+}
+
+struct AttentionJob {
+    AttentionLayer layer;
+    std::vector<AttentionScratch> scratch;
+};
+
+void tree_attention(Team& team, const float* q, int q_heads, const fs_store& store, int layer, const fs_step& step, float scale, int window, float* out) {
+    const auto width = static_cast<size_t>(q_heads) * static_cast<size_t>(store.head_dim);
+    std::vector<float> scaled(q, q + static_cast<size_t>(step.nodes) * width);
+    for (float& value : scaled) value *= scale;
+    AttentionPlan plan;
+    plan_attention(step, q_heads, store.kv_heads, store.head_dim, window, team.threads(), &plan);
+    AttentionJob job{{&step, &store, &plan, scaled.data(), out, width, q_heads, window, layer}, {}};
+    job.scratch.resize(static_cast<size_t>(team.threads()));
+    for (AttentionScratch& s : job.scratch) s.reserve(plan.max_queries, plan.stride, store.head_dim);
+    const Phase phase{[](void* p, int, int begin, int end, int thread) {
+                          auto& j = *static_cast<AttentionJob*>(p);
+                          for (int u = begin; u < end; ++u) attend_unit(j.layer, u, j.scratch[static_cast<size_t>(thread)]);
+                      },
+                      static_cast<int>(plan.units.size()), 1, 1};
+    team.run(&job, &phase, 1);
+}
+
+struct SampleJob {
+    const float* logits;
+    int n;
+    const float* temperature;
+    const int32_t* top_k;
+    const float* top_p;
+    const float* min_p;
+    const double* uniforms;
+    int32_t* out_ids;
+    float* out_p;
+    std::vector<SampleScratch> scratch;
+};
+
+void sample_rows(void* p, int, int begin, int end, int thread) {
+    auto& j = *static_cast<SampleJob*>(p);
+    SampleScratch& scratch = j.scratch[static_cast<size_t>(thread)];
+    for (int r = begin; r < end; ++r) {
+        const SampleSettings set{j.temperature[r], j.top_k[r], j.top_p[r], j.min_p[r]};
+        const float* row = j.logits + static_cast<size_t>(r) * static_cast<size_t>(j.n);
+        if (j.uniforms != nullptr) {
+            j.out_ids[r] = sample_row(row, j.n, set, j.uniforms[r], scratch);
+        } else {
+            probabilities_row(row, j.n, set, scratch, j.out_p + static_cast<size_t>(r) * static_cast<size_t>(j.n));
+        }
+    }
+}
+
+void sample(Team& team, const float* logits, int rows, int n, const float* temperature, const int32_t* top_k, const float* top_p, const float* min_p,
+            const double* uniforms, int32_t* out_ids, float* out_p) {
+    SampleJob job{logits, n, temperature, top_k, top_p, min_p, uniforms, out_ids, out_p, {}};
+    job.scratch.resize(static_cast<size_t>(team.threads()));
+    const Phase phase{sample_rows, rows, 1, 1};
+    team.run(&job, &phase, 1);
+}
+
+const Ops kOps = {FS_TEXT(FS_ISA), quantise, linear, rms_norm, rope, kv_write, kv_move, tree_attention, tree_accept_rows, sample,
+                  make_decoder_state, decoder_forward};
+
+}  // namespace
+}  // namespace fs::FS_ISA
+
+namespace fs {
+const Ops* FS_PASTE(ops_, FS_ISA)() { return &FS_ISA::kOps; }
+}  // namespace fs
