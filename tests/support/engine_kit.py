@@ -17,6 +17,7 @@ from kernels.decoder import Decoder
 from spec.config import EngineConfig
 from spec.drafter import Budget, Drafter, Outcome, SequenceView
 from spec.engine import Engine
+from spec.pages import PagePool
 from spec.request import FinishReason, Request, SamplingParams, SpeculationPolicy, TokenEvent, TokenLogprob
 from spec.speculator import Limit, Load, Speculator, StepRecord
 from spec.target import TargetModel
@@ -203,6 +204,7 @@ def make_engine(
     num_pages: int = 96,
     page_size: int = 4,
     context: int = 256,
+    pool: PagePool | None = None,
     **settings: int | bool | str,
 ) -> Engine:
     """An engine over `decoder` with a fresh store, poisoned with NaN so that a key nobody wrote shows."""
@@ -211,7 +213,7 @@ def make_engine(
     store.k.fill_(float("nan"))
     store.v.fill_(float("nan"))
     config = EngineConfig(num_pages=num_pages, page_size=page_size, context=context, **settings)  # type: ignore[arg-type]
-    return Engine(config, TargetModel(decoder, store), list(drafters), speculator or KeepAll(), eos_ids)
+    return Engine(config, TargetModel(decoder, store), list(drafters), speculator or KeepAll(), eos_ids, pool=pool)
 
 
 def greedy_request(request_id: int, prompt: Sequence[int], max_tokens: int = 16, **options: object) -> Request:
