@@ -83,7 +83,7 @@ class Marked:
         """Token ids of text in which only marks are control tokens. `around` adds what the model's raw prompts begin with."""
         try:
             ids = self._backend.encode(text, add_special_tokens=around).ids
-        except UnicodeEncodeError:
+        except (UnicodeEncodeError, TypeError):
             raise RequestError("the text holds half of a surrogate pair", code="invalid_value", param="messages") from None
         if self._real.keys().isdisjoint(ids):
             return list(ids)
