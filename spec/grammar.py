@@ -132,7 +132,7 @@ class GrammarCompiler:
         with self._lock:
             self._vocabulary()
 
-    def start(self, spec: GrammarSpec) -> GrammarState:
+    def compile(self, spec: GrammarSpec) -> GrammarState:
         """The state before the answer's first token. Raises RequestError for a source that is wrong, too large or too hard."""
         with self._lock:
             matcher = self._compiled.get(spec)
