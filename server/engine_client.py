@@ -258,11 +258,11 @@ class EngineClient:
     # ---- after a crash
 
     def _count_crash(self) -> None:
-        """Blame every request the dead process held; three times is enough to be ended with an error."""
+        """Blame the request on probation, or without one every request the dead process held; three times end a request."""
+        suspect, self._suspect = self._suspect, None
         self._probation.clear()
-        self._suspect = None
         for running in list(self._running.values()):
-            if running.submitted:
+            if running.submitted and suspect in (None, running.request.id):
                 running.crashes += 1
             running.submitted, running.progress = False, 0
             if running.crashes >= self._policy.crashes_per_request:

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -24,6 +27,7 @@ from server.template import ChatTemplate
 from server.tokenizer import load_tokenizer
 
 SUPPORT = Path(__file__).resolve().parent
+ROOT = SUPPORT.parent.parent
 START_SECONDS = 60.0
 
 
@@ -128,3 +132,60 @@ def running(
         thread.join(30)
         sock.close()
         assert not thread.is_alive(), "the server did not stop"
+
+
+@dataclass
+class Process:
+    """A server in a process of its own."""
+
+    process: subprocess.Popen[str]
+    url: str
+    log: Path
+
+    @property
+    def ws_url(self) -> str:
+        return self.url.replace("http", "ws", 1) + "/v1/ws"
+
+    def engine_pid(self) -> int:
+        """The child that runs the engine."""
+        path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        wait_for(lambda: path.read_text().split(), 10)
+        return int(path.read_text().split()[0])
+
+    def wait_ready(self) -> None:
+        wait_for(lambda: httpx.get(self.url + "/ready").status_code == 200, START_SECONDS)
+
+    def wait(self, seconds: float) -> int:
+        return self.process.wait(seconds)
+
+
+@contextlib.contextmanager
+def server_process(
+    folder: Path, options: str = "", ready: bool = True, limits: dict[str, Any] | None = None, **fields: Any
+) -> Iterator[Process]:
+    """Run the toy server as a process; stderr goes to a file."""
+    log, port_file = folder / "server.log", folder / "port"
+    port_file.unlink(missing_ok=True)
+    arguments = {
+        "options": options,
+        "fields": fields,
+        "folder": str(folder),
+        "port_file": str(port_file),
+        "limits": limits or {},
+    }
+    with log.open("w") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, str(SUPPORT / "serve_toy.py"), json.dumps(arguments)],
+            cwd=ROOT, stderr=stderr, stdout=subprocess.DEVNULL, text=True, start_new_session=True,
+        )  # fmt: skip
+    try:
+        wait_for(lambda: port_file.exists() or process.poll() is not None, START_SECONDS)
+        assert process.poll() is None, log.read_text()
+        run = Process(process, f"http://127.0.0.1:{port_file.read_text()}", log)
+        if ready:
+            run.wait_ready()
+        yield run
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait(10)

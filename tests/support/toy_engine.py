@@ -3,7 +3,7 @@
 The next token is a hash of (seed or 0 at temperature 0, position, last token), so an answer is a function of its request whatever
 happened before, as with the real engine. Steps deliver runs of up to 4 tokens, the drafted ones marked "toy".
 
-`Settings.tree_shape` carries the options: "step_ms=5,run=4,load_ms=0". A prompt holding the byte token of one of these letters
+`Settings.tree_shape` carries the options: "step_ms=5,run=4,load_ms=0,batch=64,fail=0,fail_file=PATH". A prompt holding the byte token of one of these letters
 fails in the step that would deliver its 6th token: `!` raises, `#` stops the process (SIGSTOP), `$` kills it (SIGKILL).
 """
 
@@ -140,10 +140,11 @@ class ToyEngine:
 
 
 def build(settings: Settings) -> tuple[ToyEngine, Ready]:
-    options = {"step_ms": 1.0, "run": 4.0, "load_ms": 0.0, "batch": 64.0, "fail": 0.0}
-    options |= {k: float(v) for k, _, v in (item.partition("=") for item in settings.tree_shape.split(",") if item)}
+    words = dict(item.partition("=")[::2] for item in settings.tree_shape.split(",") if item)
+    flag = words.pop("fail_file", "")
+    options = {"step_ms": 1.0, "run": 4.0, "load_ms": 0.0, "batch": 64.0, "fail": 0.0} | {k: float(v) for k, v in words.items()}
     time.sleep(options["load_ms"] / 1e3)
-    if options["fail"]:
+    if options["fail"] or (flag and os.path.exists(flag)):
         raise ConfigError("the toy engine was told not to start")
     ready = Ready("toy", VOCABULARY, CONTEXT, 1024, 16, ("toy",), "toy", 0.0)
     return ToyEngine(options), ready
