@@ -93,7 +93,7 @@ def _event(
     error: str | None,
 ) -> TokenEvent:
     accepted = min(len(acceptance.path), len(run))
-    sources = tuple([_source(tree, node) for node in acceptance.path[:accepted]] + [""] * (len(run) - accepted))
+    sources = tuple([tree.sources[node][0] for node in acceptance.path[:accepted]] + [""] * (len(run) - accepted))
     logprobs: tuple[TokenLogprob, ...] = acceptance.logprobs[: len(run)] if acceptance.logprobs else ()
     first = not sequence.started
     sequence.started = True
@@ -114,17 +114,11 @@ def _event(
     )
 
 
-def _source(tree: DraftTree, node: int) -> str:
-    """The drafter credited with a node."""
-    return tree.sources[node][0] if tree.sources and tree.sources[node] else "draft"
-
-
 def _counts(tree: DraftTree, accepted_sources: tuple[str, ...]) -> StepCounts:
     drafted_by: dict[str, int] = {}
     accepted_by: dict[str, int] = {}
-    for node in range(len(tree)):
-        name = _source(tree, node)
-        drafted_by[name] = drafted_by.get(name, 0) + 1
+    for names in tree.sources:
+        drafted_by[names[0]] = drafted_by.get(names[0], 0) + 1
     for name in accepted_sources:
         accepted_by[name] = accepted_by.get(name, 0) + 1
     return StepCounts(len(tree), len(accepted_sources), drafted_by, accepted_by)

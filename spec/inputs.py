@@ -28,7 +28,7 @@ def build_inputs(rows: Sequence[PlanRow], trees: Sequence[DraftTree], page_size:
     score_rows: list[int] = []
     words: list[int] | None = None
     causal = bytearray(b"\x01") * len(rows)
-    width = 0
+    used: list[int] = []  # pages of each row that the step reads or writes
     for index, row in enumerate(rows):
         start, known, tree, pages = row.num_kv, row.token_ids, trees[index], row.page_ids
         first = len(input_ids)
@@ -45,25 +45,31 @@ def build_inputs(rows: Sequence[PlanRow], trees: Sequence[DraftTree], page_size:
             stop += len(tree.token_ids)
         elif words is not None:
             words += [0] * len(known)
-        slots += [pages[at // page_size] * page_size + at % page_size for at in range(start, stop)]
+        at = start
+        while at < stop:  # one run of slots a page
+            page, offset = divmod(at, page_size)
+            end = min(stop, at + page_size - offset)
+            slot = pages[page] * page_size + offset
+            slots += range(slot, slot + end - at)
+            at = end
         if row.scored:
             score_rows += range(first + len(known) - 1, len(input_ids))
         row_ptr.append(len(input_ids))
-        used = -(-stop // page_size)
-        if used > width:
-            width = used
+        used.append(-(-stop // page_size))
     nodes, count, scored = len(input_ids), len(rows), len(score_rows)
     flat = input_ids + positions + slots + row_ptr + [row.num_kv for row in rows] + score_rows
-    for row in rows:
-        pages = row.page_ids[:width]
-        flat += pages
-        flat += [0] * (width - len(pages))
+    width = max(used)
+    for row, needed in zip(rows, used, strict=True):
+        flat += row.page_ids[:needed]
+        flat += [0] * (width - needed)
     ints = torch.frombuffer(array("i", flat), dtype=torch.int32).to(device)
-    ids, pos, slot, ptr, kv, score, table = torch.split(ints, [nodes, nodes, nodes, count + 1, count, scored, count * width])
+    ids, pos, slot_ids, ptr, kv, score, table = torch.split(
+        ints, [nodes, nodes, nodes, count + 1, count, scored, count * width]
+    )
     return StepInputs(
         input_ids=ids,
         positions=pos,
-        slots=slot,
+        slots=slot_ids,
         words=_words(words, nodes, device),
         causal=torch.frombuffer(causal, dtype=torch.uint8).to(device),
         row_ptr=ptr,

@@ -41,8 +41,10 @@ class EngineStats:
         if tree.token_ids:
             self.drafts += 1
             counts = event.counts
-            self.drafted.update(counts.drafted_by)
-            self.accepted.update(counts.accepted_by)
+            for name, nodes in counts.drafted_by.items():
+                self.drafted[name] += nodes
+            for name, nodes in counts.accepted_by.items():
+                self.accepted[name] += nodes
             for depth in range(counts.accepted):
                 self.accepted_per_position[depth] += 1
 

@@ -108,6 +108,23 @@ def test_preemption_and_eviction_leave_the_draft_model_s_keys_true(kind: str) ->
         assert stats["spec_decode_num_accepted_tokens"]["model"] >= 0.99 * stats["spec_decode_num_draft_tokens"]["model"]
 
 
+@pytest.mark.parametrize("length", [61, 30])
+def test_a_draft_model_with_a_shorter_context_only_stops_drafting(length: int) -> None:
+    """SD-05, second half: the draft model's positions end in the middle of the answer, or at the prompt's end."""
+    short_shape, short_weights = toy.rand_weights(layers=2, max_position=64)
+    prompt = prompts_of([length], seed=5)[0]
+    pool = PagePool(48)
+    store = KVTensors.allocate(short_shape.layers, 48, short_shape.kv_heads, short_shape.head_dim, 4, torch.float32)
+    draft = ModelDrafter("short", toy.decoder(short_shape, short_weights), store, pool)
+    engine = make_engine(
+        decoder(), [draft], speculator=ShapeSpeculator("chain:4"), pool=pool, num_pages=48, context=128, max_tree_nodes=8
+    )
+    answer = run(engine, [greedy_request(1, prompt, 48)])[1]
+    assert tuple(answer.token_ids) == golden(prompt, 48)
+    assert answer.drafted > 0
+    assert engine.stats()["drafter_faults"] == {"short": 0}
+
+
 def test_copying_accepts_what_repeats() -> None:
     """A text that repeats itself (the table's loop) is copied from the request's own answer."""
     loop = list(range(100, 108))
