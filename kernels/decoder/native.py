@@ -9,7 +9,7 @@ import torch
 from kernels.batch import KVTensors, StepInputs
 from kernels.decoder import DecoderOutput, DecoderShape, DecoderWeights, LayerWeights
 from kernels.linear import BlockWeight, Weight
-from kernels.native import NativeError, NativeLibrary, load
+from kernels.native import NativeError, NativeLibrary, require
 from kernels.native.library import ShapeData, check
 from kernels.native.tensors import address, step_data, store_data, weight_data
 
@@ -39,9 +39,7 @@ class NativeDecoder:
         isa: str | None = None,
         library: NativeLibrary | None = None,
     ) -> None:
-        library = library or load()
-        if library is None:
-            raise NativeError("the native library is not available; use the reference decoder")
+        library = library or require()
         _check_sizes(shape, weights)
         self.shape = shape
         self._library = library

@@ -150,7 +150,7 @@ void fs_kv_move(const void* isa, void* team, const fs_store* store, const int32_
 
 int32_t fs_tree_attention(const void* isa, void* team, const float* q, int q_heads, const fs_store* store, int layer, const fs_step* step, float scale,
                           int window, float* out) {
-    const fs_error error = check_step(*step, *store, 0, 0);
+    const fs_error error = check_step(*step, *store, INT32_MAX, INT32_MAX);
     if (error != FS_OK) return error;
     static_cast<const Ops*>(isa)->tree_attention(*static_cast<Team*>(team), q, q_heads, *store, layer, *step, scale, window, out);
     return FS_OK;

@@ -145,7 +145,7 @@ class NativeLibrary:
     @functools.cached_property
     def isas(self) -> tuple[str, ...]:
         """Instruction sets this build has and this machine runs, best first."""
-        names = []
+        names: list[str] = []
         while (name := self.c.fs_isa_name(len(names))) is not None:
             names.append(name.decode())
         return tuple(names)
@@ -186,3 +186,11 @@ def load(cache: Path = DEFAULT_CACHE) -> NativeLibrary | None:
     except BuildError:
         return None
     return None if path is None else open_library(path)
+
+
+def require() -> NativeLibrary:
+    """The library, or NativeError where there is none."""
+    library = load()
+    if library is None:
+        raise NativeError("the native library is not available (no C++ compiler, or the build failed)")
+    return library

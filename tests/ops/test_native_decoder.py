@@ -1,0 +1,168 @@
+"""The C++ decoder: the reference's numbers, and bits that no row count, chunking, tree, page layout or machine can move."""
+
+from __future__ import annotations
+
+import gc
+import os
+
+import pytest
+import torch
+from invariance import alone, check_invariance
+from toy import Row, greedy, new_store, quantized, rand_weights, step_inputs, swapped
+
+from kernels.decoder import DecoderShape, DecoderWeights
+from kernels.decoder.reference import ReferenceDecoder
+from kernels.native import NativeError, load
+
+LIBRARY = load()
+if LIBRARY is None:
+    pytest.skip("no native library: no C++ compiler here", allow_module_level=True)
+
+from kernels.decoder.native import NativeDecoder  # noqa: E402
+from kernels.kv_slots.native import move  # noqa: E402
+
+# Three layers of float32 sums in another order, relative to the largest value.
+FLOAT32_LAYERS = 1e-5
+
+VARIANTS: dict[str, dict[str, object]] = {
+    "plain": {},
+    "bias, qk norm, window, odd heads": {
+        "qk_norm": True,
+        "qkv_bias": True,
+        "sliding_window": 13,
+        "head_dim": 24,
+        "kv_heads": 1,
+    },
+    "groups of 3, head 64": {"hidden": 192, "q_heads": 3, "kv_heads": 1, "head_dim": 64, "intermediate": 160},
+    "groups of 8": {"q_heads": 8, "kv_heads": 1, "head_dim": 16},
+    "hidden 40": {"hidden": 40, "intermediate": 50, "vocab": 131},
+}
+
+
+def model(name: str) -> tuple[DecoderShape, DecoderWeights]:
+    return rand_weights(1, **VARIANTS[name])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_numbers_are_the_reference(name: str) -> None:
+    shape, weights = model(name)
+    text = [(i * 7919) % shape.vocab_size for i in range(40)]
+    for ours, theirs in zip(
+        alone(NativeDecoder(shape, weights, 2), text), alone(ReferenceDecoder(shape, weights), text), strict=True
+    ):
+        assert float((ours - theirs).abs().max() / theirs.abs().max()) < FLOAT32_LAYERS
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantised_greedy_text_is_the_reference(bits: int) -> None:
+    shape, weights = rand_weights(2)
+    coded = quantized(weights, bits)
+    prompt = [5, 17, 300]
+    want = greedy(ReferenceDecoder(shape, coded), prompt, 12)
+    assert greedy(NativeDecoder(shape, coded, 2), prompt, 12) == want
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_dense_bits_never_move(name: str) -> None:
+    check_invariance(NativeDecoder(*model(name), 2), length=30, page_sizes=(4, 16), move=move)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantised_bits_never_move(bits: int, dtype: torch.dtype) -> None:
+    shape, weights = rand_weights(3)
+    check_invariance(NativeDecoder(shape, quantized(weights, bits), 2), move=move, dtype=dtype)
+
+
+def test_bits_never_move_over_chunk_borders() -> None:
+    shape, weights = rand_weights(4, layers=2)
+    decoder = NativeDecoder(shape, quantized(weights), 2)
+    check_invariance(decoder, length=150, page_sizes=(16,), move=move)
+
+
+def test_row_counts_1_to_64() -> None:
+    """The first tokens of a text give the same bits whatever number of rows follows in the same pass."""
+    shape, weights = rand_weights(5)
+    decoder = NativeDecoder(shape, quantized(weights), 2)
+    text = [(i * 37) % 512 for i in range(64)]
+    hidden, logits = alone(decoder, text)
+    for rows in range(1, 65):
+        inputs = step_inputs([Row(text[:rows], range(9), 0)], 16)
+        out = decoder.forward(inputs, new_store(shape, 9, fill=float("nan")), need_logits=True)
+        assert out.logits is not None
+        assert torch.equal(out.logits, logits[:rows])
+        assert torch.equal(out.hidden, hidden[:rows])
+
+
+@pytest.mark.parametrize("bits", [None, 4, 8])
+def test_threads_and_instruction_sets_agree_bit_for_bit(bits: int | None) -> None:
+    shape, weights = rand_weights(6, qk_norm=True)
+    weights = weights if bits is None else quantized(weights, bits)
+    text = [(i * 101) % 512 for i in range(20)]
+    want = alone(NativeDecoder(shape, weights, 1), text)
+    for threads, isa in [(2, None), (5, None), *((2, isa) for isa in LIBRARY.isas)]:
+        got = alone(NativeDecoder(shape, weights, threads, isa=isa), text)
+        assert torch.equal(got[0], want[0]), (threads, isa)
+        assert torch.equal(got[1], want[1]), (threads, isa)
+
+
+def test_scores_only_where_asked() -> None:
+    shape, weights = rand_weights(7)
+    decoder = NativeDecoder(shape, weights, 2)
+    inputs = step_inputs([Row([3, 1, 4, 1, 5], [0], 0, score=[1, 4]), Row([9], [1], 0, score=[])], 16)
+    out = decoder.forward(inputs, new_store(shape, 2), need_logits=False)
+    assert out.logits is None
+    assert out.hidden.shape == (6, shape.hidden)
+    full = decoder.forward(inputs, new_store(shape, 2), need_logits=True)
+    assert full.logits is not None
+    assert out.argmax.tolist() == full.logits.argmax(-1).tolist()
+    none = decoder.forward(step_inputs([Row([9], [1], 0, score=[])], 16), new_store(shape, 2), need_logits=True)
+    assert none.logits is not None
+    assert none.logits.shape == (0, shape.vocab_size)
+
+
+def test_tied_embedding_is_packed_once_and_weights_may_go() -> None:
+    shape, weights = rand_weights(8)
+    coded = quantized(weights)
+    from dataclasses import replace
+
+    tied = replace(coded, embedding=coded.lm_head)
+    text = [5, 6, 7, 8]
+    want = alone(ReferenceDecoder(shape, tied), text)[1].argmax(-1)
+    decoder = NativeDecoder(shape, tied, 2)
+    del tied, coded, weights
+    gc.collect()
+    assert torch.equal(alone(decoder, text)[1].argmax(-1), want)
+
+
+def test_input_out_of_bounds_is_refused() -> None:
+    shape, weights = rand_weights(9)
+    decoder = NativeDecoder(shape, weights, 2)
+    store = new_store(shape, 2)
+    with pytest.raises(NativeError, match="token id"):
+        decoder.forward(step_inputs([Row([512], [0])], 16), store, False)
+    with pytest.raises(NativeError, match="position"):
+        decoder.forward(step_inputs([Row([1], range(70), 1030)], 16), new_store(shape, 70), False)
+    with pytest.raises(NativeError, match="slot or page"):
+        decoder.forward(step_inputs([Row([1], [5])], 16), store, False)
+    with pytest.raises(NativeError, match="shape"):
+        decoder.forward(step_inputs([Row([1], [0])], 16), new_store(rand_weights(layers=2)[0], 2), False)
+    assert swapped(decoder).shape is shape
+
+
+def test_a_forked_child_computes_with_threads_of_its_own() -> None:
+    shape, weights = rand_weights(10)
+    decoder = NativeDecoder(shape, weights, 2)
+    want = greedy(decoder, [1, 2, 3], 4)
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.write(writer, bytes(str(greedy(decoder, [1, 2, 3], 4) == want), "ascii"))
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as answer:
+        assert answer.read() == "True"
+    os.waitpid(pid, 0)
+    assert greedy(decoder, [1, 2, 3], 4) == want
