@@ -13,11 +13,11 @@ import json
 import math
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from spec.drafter import Outcome
+from spec.tree import DraftTree
 
 EDGES = (0.01, 0.03, 0.06, 0.1, 0.15, 0.2, 0.27, 0.35, 0.45, 0.55, 0.65, 0.75, 0.83, 0.9, 0.95, 0.98)
 BINS = len(EDGES) + 1
@@ -37,6 +37,8 @@ _UNKNOWN_PRIOR = (0.45, 0.15, 0.08, 0.05, 0.03)  # by rank, before anything was 
 _PRIOR_WEIGHT = 6.0  # observations the raw score is worth
 _SHRINK = 10.0  # observations a coarser cell is worth to a finer one
 _MODES = 2  # greedy, sampled
+_STALE = 64  # observations after which every cached estimate is computed anew
+_CACHE = 4096
 
 
 class _Level:
@@ -57,37 +59,38 @@ class _Level:
 
 
 class _Drafter:
-    """All cells of one drafter, finest first."""
+    """All cells of one drafter, from fine to coarse; the last two serve scores not known yet."""
 
-    __slots__ = ("levels",)
+    __slots__ = ("by_bin", "by_depth", "by_rank", "by_rank_bin", "finest")
 
     def __init__(self) -> None:
-        self.levels = {
-            "depth_rank_bin": _Level(_MODES * DEPTHS * RANKS * BINS),
-            "rank_bin": _Level(_MODES * RANKS * BINS),
-            "bin": _Level(_MODES * BINS),
-            "depth_rank": _Level(_MODES * DEPTHS * RANKS),  # for UNKNOWN confidence
-            "rank": _Level(_MODES * RANKS),
-        }
+        self.finest = _Level(_MODES * DEPTHS * RANKS * BINS)
+        self.by_rank_bin = _Level(_MODES * RANKS * BINS)
+        self.by_bin = _Level(_MODES * BINS)
+        self.by_depth = _Level(_MODES * DEPTHS * RANKS)
+        self.by_rank = _Level(_MODES * RANKS)
 
-    @staticmethod
-    def cells(mode: int, depth: int, rank: int, bin_: int) -> tuple[int, int, int, int, int]:
-        """Cell numbers in the order of `levels`."""
-        by_depth = (mode * DEPTHS + depth) * RANKS + rank
-        by_rank = mode * RANKS + rank
-        return by_depth * BINS + bin_, by_rank * BINS + bin_, mode * BINS + bin_, by_depth, by_rank
+    def levels(self) -> dict[str, _Level]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+    def add(self, mode: int, depth: int, rank: int, bin_: int, hit: bool, keep: float) -> None:
+        by_depth, by_rank = (mode * DEPTHS + depth) * RANKS + rank, mode * RANKS + rank
+        self.finest.add(by_depth * BINS + bin_, hit, keep)
+        self.by_rank_bin.add(by_rank * BINS + bin_, hit, keep)
+        self.by_bin.add(mode * BINS + bin_, hit, keep)
+        self.by_depth.add(by_depth, hit, keep)
+        self.by_rank.add(by_rank, hit, keep)
 
     def estimate(self, mode: int, depth: int, rank: int, bin_: int) -> float:
-        fine, middle, coarse, _, _ = self.cells(mode, depth, rank, bin_)
-        levels = self.levels
-        p = levels["bin"].shrink(coarse, _CENTRES[bin_], _PRIOR_WEIGHT)
-        p = levels["rank_bin"].shrink(middle, p, _SHRINK)
-        return levels["depth_rank_bin"].shrink(fine, p, _SHRINK)
+        by_depth, by_rank = (mode * DEPTHS + depth) * RANKS + rank, mode * RANKS + rank
+        p = self.by_bin.shrink(mode * BINS + bin_, _CENTRES[bin_], _PRIOR_WEIGHT)
+        p = self.by_rank_bin.shrink(by_rank * BINS + bin_, p, _SHRINK)
+        return self.finest.shrink(by_depth * BINS + bin_, p, _SHRINK)
 
     def estimate_unknown(self, mode: int, depth: int, rank: int) -> float:
-        _, _, _, by_depth, by_rank = self.cells(mode, depth, rank, 0)
-        p = self.levels["rank"].shrink(by_rank, _UNKNOWN_PRIOR[rank], _PRIOR_WEIGHT)
-        return self.levels["depth_rank"].shrink(by_depth, p, _SHRINK)
+        by_rank = mode * RANKS + rank
+        p = self.by_rank.shrink(by_rank, _UNKNOWN_PRIOR[rank], _PRIOR_WEIGHT)
+        return self.by_depth.shrink((mode * DEPTHS + depth) * RANKS + rank, p, _SHRINK)
 
 
 class Calibration:
@@ -99,24 +102,25 @@ class Calibration:
         self._max_drafters = max_drafters
         self._drafters: dict[str, _Drafter] = {}
         self._cache: dict[tuple[str, int, int, int, bool], float] = {}
+        self._since_clear = 0
 
     def chance(self, drafter: str, depth: int, rank: int, confidence: float, *, greedy: bool) -> float:
         """P(accepted | parent accepted) of such a node; confidence below 0 (UNKNOWN): the mean over all confidences."""
-        bin_ = -1 if confidence < 0.0 else confidence_bin(confidence)
+        return self.cell_chance(drafter, depth, rank, -1 if confidence < 0.0 else confidence_bin(confidence), greedy)
+
+    def cell_chance(self, drafter: str, depth: int, rank: int, bin_: int, greedy: bool) -> float:
+        """The same by confidence bin; -1 = unknown."""
         key = (drafter, depth, rank, bin_, greedy)
         found = self._cache.get(key)
         if found is None:
-            found = self._cache[key] = self._compute(drafter, depth, rank, bin_, greedy)
+            found = self._cache[key] = self._compute(drafter, _depth_cell(depth), _rank_cell(rank), bin_, 0 if greedy else 1)
         return found
 
-    def _compute(self, drafter: str, depth: int, rank: int, bin_: int, greedy: bool) -> float:
+    def _compute(self, drafter: str, depth: int, rank: int, bin_: int, mode: int) -> float:
         table = self._drafters.get(drafter)
-        depth_cell, rank_cell, mode = _depth_cell(depth), min(max(rank, 0), RANKS - 1), 0 if greedy else 1
         if table is None:
-            return _UNKNOWN_PRIOR[rank_cell] if bin_ < 0 else _CENTRES[bin_]
-        if bin_ < 0:
-            return table.estimate_unknown(mode, depth_cell, rank_cell)
-        return table.estimate(mode, depth_cell, rank_cell, bin_)
+            return _UNKNOWN_PRIOR[rank] if bin_ < 0 else _CENTRES[bin_]
+        return table.estimate_unknown(mode, depth, rank) if bin_ < 0 else table.estimate(mode, depth, rank, bin_)
 
     def observe(self, drafter: str, depth: int, rank: int, bin_: int, *, greedy: bool, accepted: bool) -> None:
         """Count one node whose parent was accepted."""
@@ -125,29 +129,20 @@ class Calibration:
             if len(self._drafters) >= self._max_drafters:
                 return
             table = self._drafters[drafter] = _Drafter()
-        cells = table.cells(0 if greedy else 1, _depth_cell(depth), min(max(rank, 0), RANKS - 1), min(max(bin_, 0), BINS - 1))
-        for level, cell in zip(table.levels.values(), cells, strict=True):
-            level.add(cell, accepted, self._keep)
-        if self._cache:
+        bin_ = min(max(bin_, 0), BINS - 1)
+        table.add(0 if greedy else 1, _depth_cell(depth), _rank_cell(rank), bin_, accepted, self._keep)
+        # The cell itself is fresh at once; those that only borrow from it follow within _STALE observations.
+        self._cache.pop((drafter, depth, rank, bin_, greedy), None)
+        self._since_clear += 1
+        if self._since_clear >= _STALE or len(self._cache) > _CACHE:
             self._cache.clear()
+            self._since_clear = 0
 
-    def record(self, outcomes: Sequence[Outcome]) -> None:
-        """Count every node the target really judged: its parent was accepted and the answer went on after it."""
-        for outcome in outcomes:
-            tree = outcome.tree
-            if not tree.token_ids or outcome.next_id is None:
-                continue
-            greedy = outcome.view.sampling.temperature == 0.0
-            accepted = set(outcome.path)
-            last = outcome.path[-1] if outcome.path else -1
-            for i, parent in enumerate(tree.parents):
-                if parent >= 0 and parent not in accepted:
-                    continue
-                if outcome.finished and parent == last:
-                    continue  # the answer ended on the parent: an end token in a draft's place says nothing of the draft
-                hit = i in accepted
-                for name, (rank, bin_) in zip(tree.sources[i], tree.origins[i], strict=True):
-                    self.observe(name, tree.depths[i], rank, bin_, greedy=greedy, accepted=hit)
+    def record(self, tree: DraftTree, nodes: Iterable[tuple[int, bool]], *, greedy: bool) -> None:
+        """Count (node, accepted) of every node that was really judged, once for each of its drafters."""
+        for node, accepted in nodes:
+            for name, (rank, bin_) in zip(tree.sources[node], tree.origins[node], strict=True):
+                self.observe(name, tree.depths[node], rank, bin_, greedy=greedy, accepted=accepted)
 
     # --- persistence -------------------------------------------------------------------------------------------------
 
@@ -159,7 +154,7 @@ class Calibration:
             "drafters": {
                 name: {
                     label: [[i, round(n, 3), round(h, 3)] for i, (n, h) in enumerate(zip(lv.seen, lv.hits, strict=True)) if n]
-                    for label, lv in table.levels.items()
+                    for label, lv in table.levels().items()
                 }
                 for name, table in sorted(self._drafters.items())
             },
@@ -173,7 +168,7 @@ class Calibration:
             loaded: dict[str, _Drafter] = {}
             for name, levels in data["drafters"].items():
                 table = loaded[str(name)] = _Drafter()
-                for label, level in table.levels.items():
+                for label, level in table.levels().items():
                     for cell, seen, hits in levels[label]:
                         if not (isinstance(cell, int) and 0 <= cell < len(level.seen) and 0.0 <= hits <= seen):
                             raise ValueError(f"cell {cell!r} of {label} holds {seen!r}, {hits!r}")
@@ -209,3 +204,7 @@ class Calibration:
 
 def _depth_cell(depth: int) -> int:
     return _DEPTH_CELL[depth] if 0 <= depth < len(_DEPTH_CELL) else DEPTHS - 1
+
+
+def _rank_cell(rank: int) -> int:
+    return rank if 0 <= rank < RANKS else RANKS - 1

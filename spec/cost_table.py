@@ -1,0 +1,192 @@
+"""What a step costs: T(rows, context, sequences) in milliseconds, measured and kept current. Knows milliseconds; refuses
+to know tokens, chances and drafters' insides.
+
+    T = base(rows) + context * per_key + (sequences - 1) * per_sequence      one pass of the target
+    step = T + overhead(sequences)                                           what else a step costs, drafting apart
+
+`base` is a monotone piecewise-linear curve over GRID. Start-up measures it; every real step then moves it a little, most at
+the step's own size. Errors are relative and clipped at a few times their usual spread, so that a stall of the machine
+counts like an ordinary slow step, and a machine that did become slower is followed within some tens of steps.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_right
+from collections.abc import Callable
+from itertools import pairwise
+from statistics import median
+
+GRID = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128, 192, 256, 384, 512, 1024)
+_MEASURED = (1, 2, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256)  # sizes tried at start-up, while time lasts
+_CONTEXT = 1024  # keys of the pass that tells the cost of context
+_RATE = 0.08  # share of a (clipped) relative error that the curve takes over at the step's own size
+_FAR = 0.25  # of which far sizes take this share: a slower clock slows every size
+_REACH = 0.6  # the rest fades until sizes differ by 1 + this factor
+_ROWS_PRIOR = 0.1  # cost of one more row over that of the first, before anything is measured
+
+PassMs = Callable[[int, int, int], float]  # (rows, context, sequences) -> milliseconds of one such pass
+
+
+class _Mean:
+    """A running mean in which an outlier counts as three times the mean."""
+
+    __slots__ = ("count", "value")
+
+    def __init__(self) -> None:
+        self.value = 0.0
+        self.count = 0
+
+    def add(self, x: float, rate: float) -> None:
+        self.count += 1
+        if self.count > 3:
+            x = min(x, 3.0 * self.value + 1e-3)
+        self.value += (x - self.value) * max(rate, 1.0 / self.count)
+
+
+class CostTable:
+    def __init__(self) -> None:
+        self._base = [1.0 + _ROWS_PRIOR * (rows - 1) for rows in GRID]
+        self._per_key = 0.0
+        self._per_sequence = 0.0
+        self._known = False
+        self._spread = 0.1  # usual relative error
+        self._overhead: dict[int, _Mean] = {}  # by power of two of sequences
+        self._draft: dict[tuple[str, int], _Mean] = {}
+
+    # --- asking -------------------------------------------------------------------------------------------------------
+
+    def pass_ms(self, rows: int, context: int, sequences: int) -> float:
+        """One target pass over `rows` nodes of `sequences` rows with `context` committed keys in all."""
+        return self._curve(rows) + context * self._per_key + (sequences - 1) * self._per_sequence
+
+    def step_ms(self, rows: int, context: int, sequences: int) -> float:
+        """The same and everything else a step does, drafting apart."""
+        return self.pass_ms(rows, context, sequences) + self.overhead_ms(sequences)
+
+    def _curve(self, rows: int) -> float:
+        base = self._base
+        at = bisect_right(GRID, rows)
+        if at <= 0:
+            return base[0]
+        at = min(at, len(GRID) - 1)
+        low, high = GRID[at - 1], GRID[at]
+        return base[at - 1] + (base[at] - base[at - 1]) * (rows - low) / (high - low)
+
+    def overhead_ms(self, sequences: int) -> float:
+        """Of the nearest number of sequences seen; 0 before any."""
+        return _nearest(self._overhead, _octave(sequences))
+
+    def draft_ms(self, drafter: str, sequences: int) -> float:
+        """What this drafter takes in a step it is asked in; 0 while unknown."""
+        known = self._draft.get((drafter, _octave(sequences)))
+        if known is not None:
+            return known.value
+        return _nearest({size: mean for (name, size), mean in self._draft.items() if name == drafter}, _octave(sequences))
+
+    # --- learning -----------------------------------------------------------------------------------------------------
+
+    def measure(
+        self,
+        pass_ms: PassMs,
+        *,
+        max_rows: int = 64,
+        seconds: float = 3.0,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Fill the table by running passes, at most about `seconds` in all. Small sizes, which matter most, come first."""
+        deadline = clock() + seconds
+        sizes = [rows for rows in _MEASURED if rows <= max_rows] or [1]
+        taken: dict[tuple[int, int, int], list[float]] = {}
+        wanted = [(rows, 0, 1) for rows in sizes] + [(1, _CONTEXT, 1), (max(sizes[-1] // 4, 1), 0, max(sizes[-1] // 4, 1))]
+        for repeat in range(6):
+            for key in wanted:
+                slow = max(taken[key]) if key in taken else 2.0 * max((max(v) for v in taken.values()), default=0.0)
+                if clock() + slow * 1e-3 > deadline and taken:
+                    continue
+                ms = pass_ms(*key)
+                if repeat == 0 and clock() + 6 * ms * 1e-3 < deadline:
+                    ms = pass_ms(*key)  # the first pass of a size warms up
+                taken.setdefault(key, []).append(ms)
+        self._fit({key: median(values) for key, values in taken.items()})
+
+    def _fit(self, taken: dict[tuple[int, int, int], float]) -> None:
+        known = [(rows, ms) for (rows, context, sequences), ms in sorted(taken.items()) if context == 0 and sequences == 1]
+        if not known:
+            return
+        sizes, values = [rows for rows, _ in known], _monotone([ms for _, ms in known])
+        self._base = _monotone([_interpolate(sizes, values, rows) for rows in GRID])
+        self._known = True
+        for (rows, context, sequences), ms in taken.items():
+            extra = max(1e-6, ms - self._curve(rows))
+            if context:
+                self._per_key = extra / context
+            elif sequences > 1:
+                self._per_sequence = extra / (sequences - 1)
+
+    def record(self, rows: int, context: int, sequences: int, pass_ms: float, overhead_ms: float) -> None:
+        """One real step without prompt tokens (those are not scored, so they cost less than other rows)."""
+        octave = _octave(sequences)
+        self._overhead.setdefault(octave, _Mean()).add(max(0.0, overhead_ms), 0.05)
+        if not pass_ms > 0.0:
+            return
+        expected = self.pass_ms(rows, context, sequences)
+        if not self._known:  # nothing was measured: the first step sets the scale
+            self._base = [value * pass_ms / expected for value in self._base]
+            self._known = True
+            return
+        error = pass_ms / expected - 1.0
+        bound = max(0.05, 3.0 * self._spread)
+        error = min(max(error, -bound), bound)
+        self._spread = min(0.3, self._spread + 0.05 * (abs(error) - self._spread))
+        self._shift(rows, error)
+        self._per_key *= 1.0 + 0.5 * _RATE * error * min(1.0, context * self._per_key / expected)
+        self._per_sequence *= 1.0 + 0.5 * _RATE * error * min(1.0, (sequences - 1) * self._per_sequence / expected)
+
+    def _shift(self, rows: int, error: float) -> None:
+        """Move the curve at `rows`, and the rest of it less the farther it is."""
+        near = 1.0 / _REACH
+        moved = []
+        for size, value in zip(GRID, self._base, strict=True):
+            ratio = size / rows if size > rows else rows / size
+            share = _FAR + (1.0 - _FAR) * max(0.0, 1.0 - near * (ratio - 1.0))
+            moved.append(value * (1.0 + _RATE * error * share))
+        self._base = _monotone(moved)
+
+    def record_draft(self, drafter: str, sequences: int, ms: float) -> None:
+        """What a drafter that was asked took in a step."""
+        self._draft.setdefault((drafter, _octave(sequences)), _Mean()).add(max(0.0, ms), 0.05)
+
+
+def _octave(sequences: int) -> int:
+    return max(0, sequences - 1).bit_length()
+
+
+def _nearest(means: dict[int, _Mean], octave: int) -> float:
+    if not means:
+        return 0.0
+    return means[min(means, key=lambda known: (abs(known - octave), known))].value
+
+
+def _monotone(values: list[float]) -> list[float]:
+    """The closest non-decreasing values in least squares: neighbours out of order are pooled (Ayer et al. 1955)."""
+    if all(a <= b for a, b in pairwise(values)):
+        return values
+    pools: list[list[float]] = []  # [sum, count]
+    for value in values:
+        pools.append([value, 1.0])
+        while len(pools) > 1 and pools[-2][0] * pools[-1][1] > pools[-1][0] * pools[-2][1]:
+            total, count = pools.pop()
+            pools[-1][0] += total
+            pools[-1][1] += count
+    return [total / count for total, count in pools for _ in range(int(count))]
+
+
+def _interpolate(sizes: list[int], values: list[float], rows: int) -> float:
+    """Linear between measured sizes, and on past the last with the last slope (or the prior's, after one size)."""
+    if len(sizes) == 1:
+        return values[0] * (1.0 + _ROWS_PRIOR * (rows - sizes[0]))
+    at = min(max(bisect_right(sizes, rows), 1), len(sizes) - 1)
+    low, high = sizes[at - 1], sizes[at]
+    value = values[at - 1] + (values[at] - values[at - 1]) * (rows - low) / (high - low)
+    return max(value, 1e-6)

@@ -1,0 +1,129 @@
+"""Never slower than plain decoding: compares measured speed with and without drafting. Knows tokens and milliseconds of
+finished steps; refuses to know why either is what it is.
+
+The price rule already drafts only what should pay. This is the backstop for everything its model of the costs leaves out: some
+steps run plain on purpose, and where drafting measures slower than they do it rests, longer each time it fails again.
+Speeds are relative to the cost table's plain step, so that growing contexts and changing batches do not tilt the comparison.
+"""
+
+from __future__ import annotations
+
+_PLAIN_FIRST = 8  # plain steps wanted before the comparison means anything
+_PLAIN_FIRST_EVERY = 8
+_PLAIN_EVERY = 256  # later, to keep the comparison current
+_DRAFTED_FIRST = 48  # drafting steps before a verdict
+_MEMORY = 400.0  # steps a speed remembers
+_REST = 256  # steps of rest after the first failure
+_LONGEST_REST = 16_384
+_PROVEN = 256  # drafting steps that clear earlier failures
+
+
+class Speed:
+    """Faded sums over steps: tokens per unit of time, with its uncertainty."""
+
+    __slots__ = ("_keep", "_tc", "_tt", "count", "time", "time_squared", "tokens")
+
+    def __init__(self, memory: float = _MEMORY) -> None:
+        self._keep = 1.0 - 1.0 / memory
+        self.clear()
+
+    def clear(self) -> None:
+        self.count = self.tokens = self.time = 0.0
+        self.time_squared = self._tt = self._tc = 0.0
+
+    def add(self, tokens: float, time: float) -> None:
+        keep = self._keep
+        self.count = self.count * keep + 1.0
+        self.tokens = self.tokens * keep + tokens
+        self.time = self.time * keep + time
+        self._tt = self._tt * keep + tokens * tokens
+        self._tc = self._tc * keep + tokens * time
+        self.time_squared = self.time_squared * keep + time * time
+
+    @property
+    def value(self) -> float:
+        return self.tokens / self.time if self.time > 0.0 else 0.0
+
+    @property
+    def error(self) -> float:
+        """Standard error of `value`, relative (ratio estimator)."""
+        if self.count < 2.0 or self.tokens <= 0.0:
+            return 1.0
+        r = self.value
+        scatter = max(0.0, self._tt - 2.0 * r * self._tc + r * r * self.time_squared)
+        return float(scatter**0.5 / self.tokens)
+
+
+class Guard:
+    """One load's verdict. `allow` is asked once per decoding step, `record` told what came of it."""
+
+    __slots__ = ("_rest", "_rest_next", "_since_plain", "drafted", "plain")
+
+    def __init__(self) -> None:
+        self.plain = Speed(_MEMORY / 4)
+        self.drafted = Speed()
+        self._rest = 0
+        self._rest_next = _REST
+        self._since_plain = 0
+
+    @property
+    def resting(self) -> bool:
+        return self._rest > 0
+
+    def allow(self) -> bool:
+        """Whether this step may draft."""
+        if self._rest > 0:
+            self._rest -= 1
+            if self._rest == 0:
+                self.drafted.clear()
+            return False
+        self._since_plain += 1
+        return self._since_plain < (_PLAIN_EVERY if self.plain.count >= _PLAIN_FIRST else _PLAIN_FIRST_EVERY)
+
+    def record(self, *, drafted: bool, tokens: float, time: float) -> None:
+        """`tokens` per sequence of one step, `time` in plain steps of the same load (1 = what the cost table expects)."""
+        if not drafted:
+            self.plain.add(tokens, time)
+            self._since_plain = 0
+            return
+        self.drafted.add(tokens, time)
+        if self.drafted.count < _DRAFTED_FIRST or self.plain.count < 0.75 * _PLAIN_FIRST:
+            return
+        if self.drafted.value * (1.0 + self.drafted.error) < self.plain.value * (1.0 - self.plain.error):
+            self._rest = self._rest_next
+            self._rest_next = min(2 * self._rest_next, _LONGEST_REST)
+        elif self.drafted.count >= _PROVEN:
+            self._rest_next = _REST
+
+
+class Worth:
+    """Whether one drafter earns its own time under one load: expected tokens gained against tokens its time would bring."""
+
+    __slots__ = ("_count", "_rest", "_rest_next", "cost", "gain")
+
+    def __init__(self) -> None:
+        self.gain = 0.0
+        self.cost = 0.0
+        self._count = 0
+        self._rest = 0
+        self._rest_next = _REST
+
+    def allow(self) -> bool:
+        if self._rest == 0:
+            return True
+        self._rest -= 1
+        if self._rest == 0:
+            self._count = 0
+        return False
+
+    def record(self, gain: float, cost: float) -> None:
+        """One step it was asked in, in tokens."""
+        self._count += 1
+        rate = max(1.0 / 128.0, 1.0 / self._count)
+        self.gain += (gain - self.gain) * rate
+        self.cost += (cost - self.cost) * rate
+        if self._count >= _DRAFTED_FIRST and self.gain < self.cost:
+            self._rest = self._rest_next
+            self._rest_next = min(2 * self._rest_next, _LONGEST_REST)
+        elif self._count >= _PROVEN:
+            self._rest_next = _REST
