@@ -20,7 +20,7 @@ from spec.sequence import Sequence as EngineSequence
 from spec.speculator import Speculator
 from spec.stats import EngineStats
 from spec.step import Core, speculative_step
-from spec.store import KVStore, Move, choose_move
+from spec.store import REFERENCE_MOVE, KVStore, Move
 from spec.target import TargetModel
 
 if TYPE_CHECKING:  # the parser behind it is loaded only where grammars are used
@@ -52,9 +52,12 @@ class Engine:
         *,
         pool: PagePool | None = None,
         ops: SampleOps = REFERENCE_OPS,
-        move: Move | None = None,
+        move: Move = REFERENCE_MOVE,
     ) -> None:
-        """`pool` is given when draft stores lie over the same pages. Raises ConfigError where sizes do not fit each other."""
+        """`pool` is given when draft stores lie over the same pages; `ops` and `move` are the fast kernels where there are any.
+
+        Raises ConfigError where sizes do not fit each other.
+        """
         _check_sizes(config, target, pool)
         self.config = config
         self.drafters = tuple(drafters)
@@ -67,7 +70,7 @@ class Engine:
         paging = Paging(config, self.pool)
         self._core = Core(
             target=target,
-            store=KVStore(target.store, choose_move(target.store) if move is None else move),
+            store=KVStore(target.store, move),
             paging=paging,
             scheduler=Scheduler(config, paging),
             team=DraftTeam(drafters, speculator, target.vocab_size, clock),

@@ -10,17 +10,13 @@ from kernels.batch import KVTensors
 from kernels.kv_slots import reference
 
 Move = Callable[[torch.Tensor, torch.Tensor, KVTensors], None]
-
-
-def choose_move(tensors: KVTensors) -> Move:
-    """The best move op for the store's device. The reference runs everywhere."""
-    return reference.move
+REFERENCE_MOVE: Move = reference.move
 
 
 class KVStore:
-    """One model's store with the move op chosen for its device. All moves of a step go in one call."""
+    """One model's store with the move op that the composition root chose for it. All moves of a step go in one call."""
 
-    def __init__(self, tensors: KVTensors, move: Move) -> None:
+    def __init__(self, tensors: KVTensors, move: Move = REFERENCE_MOVE) -> None:
         self.tensors = tensors
         self._move = move
         self._device = tensors.k.device

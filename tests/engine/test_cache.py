@@ -17,6 +17,7 @@ from engine_kit import (
     greedy_request,
     make_engine,
     prompts_of,
+    quick_rand,
     run,
 )
 
@@ -29,7 +30,7 @@ Prompt = tuple[int, ...]
 
 @cache
 def decoder() -> Decoder:
-    return toy.rand_decoder(layers=2)
+    return quick_rand(layers=2)
 
 
 @cache
@@ -48,7 +49,7 @@ def drafters(kind: str, prompts: list[Prompt], count: int) -> list[Drafter]:
 def test_pages_come_back_after_finish_cancel_and_refusal(kind: str) -> None:
     """KV-01: 300 requests through 64 pages; a third finish, a third are cancelled at random, a third are refused."""
     chance = random.Random(1)
-    light = toy.rand_decoder(layers=1, hidden=32, intermediate=32)
+    light = quick_rand(layers=1, hidden=32, intermediate=32)
     made = [] if kind == "off" else [ScriptDrafter(lambda view: (), SHAPES["2x4"])]
     engine = make_engine(light, made, num_pages=64, page_size=4, context=64, max_sequences=8)
     runner = Runner(engine)

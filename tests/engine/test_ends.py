@@ -19,6 +19,7 @@ from engine_kit import (
     greedy_request,
     make_engine,
     prompts_of,
+    quick_rand,
     run,
 )
 
@@ -33,7 +34,7 @@ PROMPT = prompts_of([11], seed=21)[0]
 
 @cache
 def decoder() -> Decoder:
-    return toy.rand_decoder(layers=2)
+    return quick_rand(layers=2)
 
 
 @cache

@@ -19,6 +19,7 @@ from engine_kit import (
     greedy_request,
     make_engine,
     prompts_of,
+    quick_rand,
     run,
 )
 
@@ -42,7 +43,7 @@ COUNT = 12
 
 @cache
 def decoder() -> Decoder:
-    return toy.rand_decoder(layers=1)
+    return quick_rand(layers=1)
 
 
 @cache

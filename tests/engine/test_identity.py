@@ -25,6 +25,7 @@ from engine_kit import (
     greedy_request,
     make_engine,
     prompts_of,
+    quick_rand,
     run,
 )
 
@@ -38,7 +39,7 @@ TOKENS = 24
 
 @cache
 def decoder() -> Decoder:
-    return toy.rand_decoder(layers=2)
+    return quick_rand(layers=2)
 
 
 @cache
@@ -68,6 +69,17 @@ def test_every_shape_and_skill_says_what_plain_decoding_says(shape: str, skill: 
         assert answers[i].accepted == sum(source == "script" for source in answers[i].sources)
 
 
+def test_the_reference_kernels_say_the_same_with_drafts() -> None:
+    """The machine without a compiler: no native kernel takes part."""
+    target = toy.rand_decoder(layers=2)
+    prompt = PROMPTS[1]
+    answer = toy.greedy(target, prompt, 16)
+    for shape, skill in (("chain", NOISY), ("2x4", SWAPPED)):
+        drafter = ScriptDrafter(answers_of({prompt: answer}), SHAPES[shape], skill)
+        engine = make_engine(target, [drafter], native=False)
+        assert run(engine, [greedy_request(1, prompt, 16)])[1].token_ids == answer
+
+
 @pytest.mark.parametrize("page_size", [1, 4, 16, 32])
 @pytest.mark.parametrize("skill", [SWAPPED, NOISY], ids=["swapped", "noisy"])
 def test_page_size_changes_nothing(page_size: int, skill: Skill) -> None:
@@ -89,18 +101,19 @@ def test_chunk_size_changes_nothing(chunk: int) -> None:
 @pytest.mark.parametrize("batch", [1, 4])
 def test_a_second_turn_continues_on_compacted_keys(shape: str, page_size: int, batch: int) -> None:
     """SD-11: the accepted leaf is the second sibling, so keys must move; turn 2 hits the pages that turn 1 published."""
+    long = 200
     first = prompts_of([9, 5, 14, 20][:batch], seed=batch)
-    turn_two = {p: (*p, *golden(p, 40), 3, 4, 5) for p in first}
-    truth = known(first, 40) | known(list(turn_two.values()), 12)
+    turn_two = {p: (*p, *golden(p, long), 3, 4, 5) for p in first}
+    truth = known(first, long) | known(list(turn_two.values()), 12)
     drafter = ScriptDrafter(answers_of(truth), SHAPES[shape], SWAPPED)
-    runner = Runner(make_engine(decoder(), [drafter], page_size=page_size, num_pages=640 // page_size))
-    runner.add(*[greedy_request(i, p, 40) for i, p in enumerate(first)])
+    runner = Runner(make_engine(decoder(), [drafter], page_size=page_size, num_pages=1600 // page_size))
+    runner.add(*[greedy_request(i, p, long) for i, p in enumerate(first)])
     runner.finish()
     runner.add(*[greedy_request(10 + i, turn_two[p], 12) for i, p in enumerate(first)])
     answers = runner.finish()
     for i, prompt in enumerate(first):
-        assert tuple(answers[i].token_ids) == golden(prompt, 40)
-        assert answers[10 + i].cached_tokens >= (len(prompt) + 39) // page_size * page_size > 0
+        assert tuple(answers[i].token_ids) == golden(prompt, long)
+        assert answers[10 + i].cached_tokens >= (len(prompt) + long - 1) // page_size * page_size > 0
         assert tuple(answers[10 + i].token_ids) == golden(turn_two[prompt], 12)
 
 

@@ -9,7 +9,7 @@ import typing
 import pytest
 import torch
 import toy
-from engine_kit import ScriptDrafter, greedy_request, make_engine, prompts_of
+from engine_kit import ScriptDrafter, greedy_request, make_engine, prompts_of, quick_rand
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -101,7 +101,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[StepInputs]:
 
 def test_drafted_nodes_stand_at_positions_by_depth(watched: list[StepInputs]) -> None:
     """SD-11: in a branching tree a node's rotary position is its depth below the root, not its place in the tree."""
-    decoder = toy.rand_decoder(layers=1)
+    decoder = quick_rand(layers=1)
     engine: Engine = make_engine(decoder, [ScriptDrafter(lambda view: (), (3, 2))])
     engine.add(greedy_request(1, prompts_of([6])[0], 8))
     engine.step()

@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 import torch
 import toy
-from engine_kit import KeepAll, Runner, greedy_request, make_engine, prompts_of, run
+from engine_kit import KeepAll, Runner, greedy_request, make_engine, prompts_of, quick, quick_rand, run
 
 from drafters.model import ModelDrafter
 from drafters.suffix import SuffixDrafter
@@ -25,17 +25,17 @@ SHAPE, WEIGHTS = toy.rand_weights(layers=2)
 
 @cache
 def decoder() -> Decoder:
-    return toy.decoder(SHAPE, WEIGHTS)
+    return quick(SHAPE, WEIGHTS)
 
 
 @cache
 def twin(kind: str) -> Decoder:
     """The target itself, a noisy twin of it, one with its two best tokens exchanged, and an unrelated model."""
     if kind == "noisy":
-        return toy.decoder(SHAPE, toy.noisy(WEIGHTS))
+        return quick(SHAPE, toy.noisy(WEIGHTS))
     if kind == "swapped":
         return toy.swapped(decoder())
-    return toy.rand_decoder(seed=99, layers=1) if kind == "unrelated" else decoder()
+    return quick_rand(seed=99, layers=1) if kind == "unrelated" else decoder()
 
 
 @cache
@@ -115,7 +115,7 @@ def test_a_draft_model_with_a_shorter_context_only_stops_drafting(length: int) -
     prompt = prompts_of([length], seed=5)[0]
     pool = PagePool(48)
     store = KVTensors.allocate(short_shape.layers, 48, short_shape.kv_heads, short_shape.head_dim, 4, torch.float32)
-    draft = ModelDrafter("short", toy.decoder(short_shape, short_weights), store, pool)
+    draft = ModelDrafter("short", quick(short_shape, short_weights), store, pool)
     engine = make_engine(
         decoder(), [draft], speculator=ShapeSpeculator("chain:4"), pool=pool, num_pages=48, context=128, max_tree_nodes=8
     )
@@ -130,7 +130,7 @@ def test_copying_accepts_what_repeats() -> None:
     loop = list(range(100, 108))
     table = toy.script_table([*loop])
     table[loop[-1], loop[0]] = 20.0
-    target = toy.table_decoder(table)
+    target = quick(*toy.table_weights(table))
     engine = make_engine(target, [SuffixDrafter()], speculator=ShapeSpeculator("chain:4"))
     answer = run(engine, [greedy_request(1, [100], 60)])[1]
     assert answer.token_ids == [loop[(i + 1) % 8] for i in range(60)]

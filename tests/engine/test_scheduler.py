@@ -18,6 +18,7 @@ from engine_kit import (
     greedy_request,
     make_engine,
     prompts_of,
+    quick_rand,
     run,
 )
 
@@ -28,7 +29,7 @@ from spec.waiting import WaitingQueue
 
 @cache
 def decoder() -> Decoder:
-    return toy.rand_decoder(layers=1)
+    return quick_rand(layers=1)
 
 
 @cache

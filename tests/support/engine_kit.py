@@ -11,15 +11,21 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+import toy
 
 from kernels.batch import KVTensors
-from kernels.decoder import Decoder
+from kernels.decoder import Decoder, DecoderShape, DecoderWeights
+from kernels.kv_slots import native as native_slots
+from kernels.native import load
+from kernels.sample.native import NativeSample
 from spec.config import EngineConfig
 from spec.drafter import Budget, Drafter, Outcome, SequenceView
 from spec.engine import Engine
 from spec.pages import PagePool
 from spec.request import FinishReason, Request, SamplingParams, SpeculationPolicy, TokenEvent, TokenLogprob
+from spec.sampling import REFERENCE_OPS
 from spec.speculator import Limit, Load, Speculator, StepRecord
+from spec.store import REFERENCE_MOVE
 from spec.target import TargetModel
 from spec.tree import EMPTY_TREE, NOTHING, ROOT, DraftTree, Proposal
 
@@ -192,6 +198,24 @@ class KeepAll:
         self.records.append(step)
 
 
+# --- decoders ------------------------------------------------------------------------------------------------------------
+
+
+def has_native() -> bool:
+    """Whether the C++ kernels are here; engines and decoders of these tests use them then, the references otherwise."""
+    return load() is not None
+
+
+def quick(shape: DecoderShape, weights: DecoderWeights) -> Decoder:
+    """The fastest decoder there is for toy weights."""
+    return toy.decoder(shape, weights, native=has_native())
+
+
+def quick_rand(seed: int = 0, **sizes: int) -> Decoder:
+    """RAND; `sizes` as toy.rand_weights."""
+    return quick(*toy.rand_weights(seed, **sizes))  # type: ignore[arg-type]
+
+
 # --- engines and requests ----------------------------------------------------------------------------------------------
 
 
@@ -205,15 +229,26 @@ def make_engine(
     page_size: int = 4,
     context: int = 256,
     pool: PagePool | None = None,
+    native: bool = True,
     **settings: int | bool | str,
 ) -> Engine:
     """An engine over `decoder` with a fresh store, poisoned with NaN so that a key nobody wrote shows."""
+    fast = native and has_native()
     shape = decoder.shape
     store = KVTensors.allocate(shape.layers, num_pages, shape.kv_heads, shape.head_dim, page_size, torch.float32)
     store.k.fill_(float("nan"))
     store.v.fill_(float("nan"))
     config = EngineConfig(num_pages=num_pages, page_size=page_size, context=context, **settings)  # type: ignore[arg-type]
-    return Engine(config, TargetModel(decoder, store), list(drafters), speculator or KeepAll(), eos_ids, pool=pool)
+    return Engine(
+        config,
+        TargetModel(decoder, store),
+        list(drafters),
+        speculator or KeepAll(),
+        eos_ids,
+        pool=pool,
+        ops=NativeSample() if fast else REFERENCE_OPS,
+        move=native_slots.move if fast else REFERENCE_MOVE,
+    )
 
 
 def greedy_request(request_id: int, prompt: Sequence[int], max_tokens: int = 16, **options: object) -> Request:
