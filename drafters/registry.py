@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 
-from drafters.heads import HeadsDrafter
 from drafters.model import ModelDrafter
 from drafters.suffix import SuffixDrafter
 from kernels.batch import KVTensors
@@ -109,6 +108,8 @@ def build(plan: DrafterPlan, pool: PagePool, config: EngineConfig, kv_dtype: tor
             store = KVTensors.allocate(s.layers, config.num_pages, s.kv_heads, s.head_dim, config.page_size, kv_dtype, device)
             drafters.append(ModelDrafter(entry.kind, entry.decoder, store, pool))
         elif entry.kind == "heads":
+            from drafters.heads import HeadsDrafter
+
             drafters.append(HeadsDrafter.load(entry.path, plan.target))
         else:
             drafters.append(SuffixDrafter())

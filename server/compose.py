@@ -107,9 +107,7 @@ def choose_backend(settings: Settings, cache: Path) -> tuple[str, Callable[[Load
 
         if load() is None:
             raise ConfigError("the native kernels are not built (no C++ compiler was found); use --backend reference")
-        return name, lambda model: NativeDecoder(
-            model.shape, model.weights, threads, cache_dir=cache / "packed", digest=f"{model.digest}-{settings.weights}"
-        )
+        return name, lambda model: NativeDecoder(model.shape, model.weights, threads, cache_dir=cache / "packed")
     if name == "triton":
         from kernels.decoder.triton import TritonDecoder
 
@@ -194,7 +192,8 @@ def default_speculator(parts: Parts, config: EngineConfig, target: TargetModel, 
 
     if parts.settings.tree_shape:
         return ShapeSpeculator(parts.settings.tree_shape)
-    return measured_price_speculator(parts, config, target, drafters)
+    path = parts.cache / "calibration" / f"{parts.model.digest[:16]}.json"
+    return measured_price_speculator(target, config, path, measure=bool(drafters))
 
 
 def build_engine(settings: Settings) -> tuple[Engine, Ready]:

@@ -1,0 +1,114 @@
+"""The price rule made ready: costs measured on the loaded target, calibration kept between runs. Part of the composition root."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from kernels.batch import StepInputs
+from spec.budget import PriceSpeculator
+from spec.calibration import Calibration
+from spec.config import EngineConfig
+from spec.cost_table import CostTable
+from spec.drafter import Budget, SequenceView
+from spec.speculator import Limit, Load, Speculator, StepRecord
+from spec.target import TargetModel
+from spec.tree import DraftTree, Proposal
+
+MEASURE_SECONDS = 1.5
+SAVE_EVERY_SECONDS = 30.0
+
+log = logging.getLogger("forespeak.speculation")
+
+
+def measured_price_speculator(target: TargetModel, config: EngineConfig, calibration_file: Path, measure: bool) -> Speculator:
+    """The price rule over this machine's own pass times. `measure` off leaves the table to be learnt from real steps."""
+    calibration = Calibration()
+    calibration.load(calibration_file, log.warning)
+    costs = CostTable()
+    if measure:
+        max_rows = min(64, config.num_pages * config.page_size // 2)
+        costs.measure(lambda *sizes: pass_ms(target, config, *sizes), max_rows=max_rows, seconds=MEASURE_SECONDS)
+    inner = PriceSpeculator(calibration, costs, vocab_size=target.vocab_size)
+    return KeptSpeculator(inner, calibration, calibration_file)
+
+
+def pass_ms(target: TargetModel, config: EngineConfig, rows: int, context: int, sequences: int) -> float:
+    """Milliseconds of one pass of `rows` nodes over `sequences` rows with `context` committed keys in all.
+
+    Runs on the empty store of an engine that has not started; what it writes there is never read.
+    """
+    inputs = _inputs(target, config, rows, context, sequences)
+    start = time.perf_counter()
+    target.run(inputs, need_logits=False)
+    return (time.perf_counter() - start) * 1e3
+
+
+def _inputs(target: TargetModel, config: EngineConfig, rows: int, context: int, sequences: int) -> StepInputs:
+    size, tokens = config.page_size, config.num_pages * config.page_size
+    counts = [rows // sequences + (i < rows % sequences) for i in range(sequences)]
+    per_sequence = min(context // sequences, tokens - max(counts), target.decoder.shape.max_position - max(counts))
+    lens = [max(per_sequence, 0)] * sequences
+    pages = -(-(max(lens) + max(counts)) // size)
+    table = [[(i * pages + j) % config.num_pages for j in range(pages)] for i in range(sequences)]
+    positions = [n + i for n, count in zip(lens, counts, strict=True) for i in range(count)]
+    slots = [
+        table[s][(n + i) // size] * size + (n + i) % size
+        for s, (n, count) in enumerate(zip(lens, counts, strict=True))
+        for i in range(count)
+    ]
+    device = target.store.k.device
+
+    def ints(values: object) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    ends = [0]
+    for count in counts:
+        ends.append(ends[-1] + count)
+    return StepInputs(
+        input_ids=ints([i % target.vocab_size for i in range(rows)]),
+        positions=ints(positions),
+        slots=ints(slots),
+        words=torch.zeros(rows, dtype=torch.int64, device=device),
+        causal=torch.ones(sequences, dtype=torch.uint8, device=device),
+        row_ptr=ints(ends),
+        page_table=ints(table),
+        kv_lens=ints(lens),
+        score_rows=ints(list(range(rows))),
+    )
+
+
+class KeptSpeculator:
+    """A speculator whose calibration is written to a file now and then, so that a restart begins where this run ended."""
+
+    def __init__(
+        self, inner: Speculator, calibration: Calibration, path: Path, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._inner = inner
+        self._calibration = calibration
+        self._path = path
+        self._clock = clock
+        self._saved = clock()
+
+    def budgets(self, views: Sequence[SequenceView], limits: Sequence[Limit], load: Load) -> list[Budget]:
+        return self._inner.budgets(views, limits, load)
+
+    def admit(
+        self, views: Sequence[SequenceView], budgets: Sequence[Budget], proposals: Mapping[str, Sequence[Proposal]]
+    ) -> list[DraftTree]:
+        return self._inner.admit(views, budgets, proposals)
+
+    def record(self, step: StepRecord) -> None:
+        self._inner.record(step)
+        now = self._clock()
+        if now - self._saved >= SAVE_EVERY_SECONDS:
+            self._saved = now
+            try:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._calibration.save(self._path)
+            except OSError as error:
+                log.warning("the calibration cannot be kept in %s: %s", self._path, error.strerror)
