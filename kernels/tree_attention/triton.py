@@ -1,0 +1,233 @@
+"""Tree attention over the paged store on the device. Knows pages, ancestor words and tiles; refuses to know tokens.
+
+Flash-style online softmax (Dao et al. 2022) in base 2. A tile is BLOCK_Q nodes of one row times the query heads that share
+one key/value head, so a page is read once for all of them. Long rows are cut into splits of keys that run side by
+side and are merged by their log-sum-exp (Flash-Decoding, Dao et al. 2023). Attention sinks follow Xiao et al. 2023 in the
+learned-logit form: one more key of a given logit and value zero.
+
+Keys are visited in slot order of the row (committed, then node order), and keys that are no ancestors weigh zero: equal to
+the reference in value, not in the grouping of the sums.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.batch import StepInputs
+from kernels.interpreter import interpreted
+
+LOG2_E = 1.4426950408889634
+BLOCK_N = 64  # keys visited at once
+WANTED_PROGRAMS = 264  # two for each multiprocessor of a large device; more splits than that only add merging
+MIN_SPLIT_KEYS = 256
+
+
+@triton.jit
+def _row_of_tile(row_ptr, rows, tile, BLOCK_Q: tl.constexpr):
+    """The row that owns `tile`. Row s's tiles start at row_ptr[s] // BLOCK_Q + s, which leaves room for its own count."""
+    low = 0
+    high = rows
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(row_ptr + middle) // BLOCK_Q + middle <= tile:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+# Sizes that change from step to step are not specialised on: no compilation once the server is ready.
+@triton.jit(do_not_specialize=["window", "rows", "nodes", "table_width", "split_keys"])
+def _attention_kernel(
+    q_ptr,  # [N, Hq, D] float32
+    k_ptr,  # [pages, Hkv, D, PAGE]
+    v_ptr,  # [pages, Hkv, PAGE, D]
+    out_ptr,  # [N, Hq, D] float32; with splits [SPLITS, N, Hq, D], not yet divided by the sum
+    top_ptr,  # [SPLITS, N, Hq] float32 largest scaled score in base 2, or None without splits
+    sum_ptr,  # [SPLITS, N, Hq] float32
+    sinks_ptr,  # [Hq] float32 or None
+    positions_ptr,  # [N]
+    words_ptr,  # [N] int64
+    causal_ptr,  # [S] uint8
+    row_ptr,  # [S+1]
+    table_ptr,  # [S, P]
+    lens_ptr,  # [S]
+    scale,  # of the scores, times log2(e)
+    window,  # positions a node sees, read when WINDOWED
+    rows,  # S
+    nodes,  # N
+    table_width,  # P
+    kv_heads,
+    split_keys,  # keys of one split, a multiple of BLOCK_N
+    GROUPS: tl.constexpr,  # Hq / Hkv
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    WIDEN: tl.constexpr,  # multiply in float32 (the interpreter)
+):
+    tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row = _row_of_tile(row_ptr, rows, tile, BLOCK_Q)
+    first = tl.load(row_ptr + row)
+    size = tl.load(row_ptr + row + 1) - first
+    start_node = (tile - (first // BLOCK_Q + row)) * BLOCK_Q
+    if start_node >= size:
+        return
+    kv_len = tl.load(lens_ptr + row)
+    causal = tl.load(causal_ptr + row) != 0
+
+    # lane m of the tile is node start_node + m // GROUPS under query head kv_head * GROUPS + m % GROUPS
+    lane = tl.arange(0, BLOCK_M)
+    node = start_node + lane // GROUPS
+    head = kv_head * GROUPS + lane % GROUPS
+    live = (lane < BLOCK_Q * GROUPS) & (node < size)
+    channel = tl.arange(0, BLOCK_D)
+    real = channel < DIM
+    lane_at = (first + node).to(tl.int64) * (kv_heads * GROUPS) + head  # index into [N, Hq]
+    q = tl.load(q_ptr + lane_at[:, None] * DIM + channel[None, :], mask=live[:, None] & real[None, :], other=0.0)
+    if not WIDEN:
+        q = q.to(k_ptr.dtype.element_ty)
+    word = tl.load(words_ptr + first + node, mask=live, other=0)
+    position = tl.load(positions_ptr + first + node, mask=live, other=0)
+
+    # The keys of this tile, then of this split. Both ends are fixed by absolute index, never by the batch.
+    end = kv_len + tl.where(causal, tl.minimum(start_node + BLOCK_Q, size), size)
+    begin = 0
+    if WINDOWED:
+        oldest = kv_len + tl.where(causal, start_node, 0) - window + 1
+        begin = tl.maximum(oldest, 0) // BLOCK_N * BLOCK_N
+    begin = tl.maximum(begin, split * split_keys)
+    end = tl.minimum(end, (split + 1) * split_keys)
+
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    if sinks_ptr is not None:  # noqa: SIM102 - known when compiling, which `split` is not
+        if split == 0:
+            top = tl.load(sinks_ptr + head, mask=live, other=0.0) * 1.4426950408889634
+            total = tl.full([BLOCK_M], 1.0, tl.float32)
+    mixed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for start in range(begin, end, BLOCK_N):
+        key = start + tl.arange(0, BLOCK_N)
+        inside = key < end
+        page = tl.load(table_ptr + row * table_width + key // PAGE, mask=inside, other=0).to(tl.int64)
+        base = (page * kv_heads + kv_head) * (DIM * PAGE)
+        k_at = k_ptr + base[None, :] + channel[:, None] * PAGE + (key % PAGE)[None, :]
+        k = tl.load(k_at, mask=real[:, None] & inside[None, :], other=0.0)  # [D, keys]
+        if WIDEN:
+            k = k.to(tl.float32)
+        score = tl.dot(q, k, input_precision="ieee") * scale
+
+        own = key - kv_len  # index among the row's nodes of this step; negative for committed keys
+        bit = (word[:, None] >> tl.minimum(tl.maximum(own, 0), 63).to(tl.int64)[None, :]) & 1
+        ancestor = tl.where(causal, own[None, :] <= node[:, None], bit != 0)
+        seen = inside[None, :] & ((own < 0)[None, :] | ancestor)
+        if WINDOWED:
+            node_position = tl.load(positions_ptr + first + own, mask=inside & (own >= 0), other=0)
+            key_position = tl.where(own < 0, key, node_position)
+            seen = seen & (position[:, None] - key_position[None, :] < window)
+        score = tl.where(seen, score, float("-inf"))
+
+        new_top = tl.maximum(top, tl.max(score, axis=1))
+        origin = tl.where(new_top == float("-inf"), 0.0, new_top)  # a lane that has seen nothing: keeps -inf - -inf away
+        weight = tl.exp2(score - origin[:, None])
+        fade = tl.exp2(top - origin)
+        v_at = v_ptr + base[:, None] + (key % PAGE)[:, None] * DIM + channel[None, :]
+        v = tl.load(v_at, mask=inside[:, None] & real[None, :], other=0.0)  # [keys, D]
+        if WIDEN:
+            v = v.to(tl.float32)
+        mixed = mixed * fade[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="ieee")
+        total = total * fade + tl.sum(weight, axis=1)
+        top = new_top
+
+    if top_ptr is not None:
+        lane_at += split.to(tl.int64) * nodes * (kv_heads * GROUPS)
+        tl.store(top_ptr + lane_at, top, mask=live)
+        tl.store(sum_ptr + lane_at, total, mask=live)
+    else:
+        mixed = mixed / tl.where(total > 0.0, total, 1.0)[:, None]
+    tl.store(out_ptr + lane_at[:, None] * DIM + channel[None, :], mixed, mask=live[:, None] & real[None, :])
+
+
+@triton.jit(do_not_specialize=["count", "splits"])
+def _merge_kernel(
+    part_ptr,  # [SPLITS, N, Hq, D]
+    top_ptr,  # [SPLITS, N, Hq]
+    sum_ptr,  # [SPLITS, N, Hq]
+    out_ptr,  # [N, Hq, D]
+    count,  # N * Hq
+    splits,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    at = tl.program_id(0).to(tl.int64)
+    channel = tl.arange(0, BLOCK_D)
+    inside = channel < DIM
+    top = tl.load(top_ptr + at)
+    for split in range(1, splits):
+        top = tl.maximum(top, tl.load(top_ptr + split * count + at))
+    total = 0.0
+    mixed = tl.zeros([BLOCK_D], tl.float32)
+    for split in range(splits):
+        here = split * count + at
+        weight = tl.exp2(tl.load(top_ptr + here) - top)
+        total += weight * tl.load(sum_ptr + here)
+        mixed += weight * tl.load(part_ptr + here * DIM + channel, mask=inside, other=0.0)
+    tl.store(out_ptr + at * DIM + channel, mixed / total, mask=inside)
+
+
+def tree_attention(
+    q: torch.Tensor,
+    store_k: torch.Tensor,
+    store_v: torch.Tensor,
+    inputs: StepInputs,
+    scale: float,
+    window: int | None,
+    sinks: torch.Tensor | None = None,
+    split_keys: int | None = None,
+) -> torch.Tensor:
+    """out [N, Hq, D] float32; the contract is the package's, `sinks` [Hq] float32.
+
+    `split_keys` fixes how many keys of a row one program takes (rounded up to BLOCK_N); None lets the batch's size decide, so
+    that the device is full. Nothing is read back from the device.
+    """
+    nodes, q_heads, dim = q.shape
+    kv_heads, page_size = store_k.shape[1], store_k.shape[-1]
+    out = torch.empty_like(q)
+    if nodes == 0:
+        return out
+    groups, rows = q_heads // kv_heads, inputs.num_rows
+    block_m = min(128, max(16, triton.next_power_of_2(triton.cdiv(nodes, rows) * groups)))
+    block_m = max(block_m, triton.next_power_of_2(groups))
+    block_q = block_m // groups
+    tiles = nodes // block_q + rows
+    longest = inputs.page_table.shape[1] * page_size
+    if split_keys is None:
+        splits = max(1, min(WANTED_PROGRAMS // (tiles * kv_heads), triton.cdiv(longest, MIN_SPLIT_KEYS)))
+        split_keys = triton.cdiv(longest, splits)
+    split_keys = triton.cdiv(split_keys, BLOCK_N) * BLOCK_N
+    splits = triton.cdiv(longest, split_keys)
+
+    target, top, total = out, None, None
+    if splits > 1:
+        target = out.new_empty(splits, nodes, q_heads, dim)
+        top = out.new_empty(splits, nodes, q_heads)
+        total = torch.empty_like(top)
+    block_d = max(16, triton.next_power_of_2(dim))
+    _attention_kernel[(tiles, kv_heads, splits)](
+        q.contiguous(), store_k, store_v, target, top, total, sinks, inputs.positions, inputs.words, inputs.causal,
+        inputs.row_ptr, inputs.page_table, inputs.kv_lens, scale * LOG2_E, window or 0, rows, nodes,
+        inputs.page_table.shape[1], kv_heads, split_keys, GROUPS=groups, DIM=dim, PAGE=page_size, BLOCK_Q=block_q,
+        BLOCK_M=block_m, BLOCK_N=BLOCK_N, BLOCK_D=block_d, WINDOWED=window is not None,
+        WIDEN=interpreted(_attention_kernel), num_warps=4, num_stages=2,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+    if splits > 1:
+        _merge_kernel[(nodes * q_heads,)](
+            target, top, total, out, nodes * q_heads, splits, DIM=dim, BLOCK_D=block_d, num_warps=1, enable_fp_fusion=False
+        )
+    return out
