@@ -107,22 +107,28 @@ class GrammarState:
 class GrammarCompiler:
     """Compiles a request's grammar for one vocabulary. Thread-safe; compiling releases the interpreter lock.
 
-    Cost is bounded by the source's length and the parser's own limits (about 0.1 s for the worst source; a token mask a few
+    Cost is bounded by the source's length and the parser's own limits (well under 0.1 s for large sources; a token mask a few
     milliseconds at most), so no grammar can hold up the other requests.
     """
 
-    def __init__(self, tokenizer: str | LLTokenizer, eos_ids: Collection[int], vocab_size: int) -> None:
+    def __init__(
+        self,
+        tokenizer: str | LLTokenizer,
+        eos_ids: Collection[int],
+        vocab_size: int,
+        limits: LLParserLimits | None = None,
+    ) -> None:
         """`tokenizer`: the text of a tokenizer.json. The vocabulary trie (0.4 s for 49 k tokens) is built at first use."""
         self._tokenizer = tokenizer
         self._eos_ids = frozenset(eos_ids)
         self._vocab_size = vocab_size
         self._lock = Lock()
         self._compiled: OrderedDict[GrammarSpec, LLMatcher] = OrderedDict()
-        self._limits = LLParserLimits(
+        self._limits = limits or LLParserLimits(
             initial_lexer_fuel=1_000_000,
-            step_lexer_fuel=200_000,
-            step_max_items=50_000,
-            max_lexer_states=20_000,  # about 30 MB
+            step_lexer_fuel=50_000,
+            step_max_items=20_000,
+            max_lexer_states=10_000,  # about 15 MB
             max_grammar_size=200_000,
             verbose_errors=False,
         )
