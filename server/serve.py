@@ -44,6 +44,7 @@ from spec.errors import ConfigError
 log = logging.getLogger("forespeak.server")
 
 SEND_BUFFER_BYTES = 256 * 1024  # of one socket in the kernel: what a slow reader can pile up there
+BACKLOG = 2048  # connections that may wait to be accepted
 TICK_SECONDS = 1.0
 
 
@@ -86,13 +87,14 @@ def load_text(settings: Settings) -> TextTools:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A bound, listening-ready socket. Raises ConfigError with what is wrong with the address."""
+    """A listening socket: connections wait from now on. Raises ConfigError with what is wrong with the address."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         sock = socket.socket(family, kind, proto)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         sock.bind(address)
+        sock.listen(BACKLOG)
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}, port {port}: {error.strerror or error}") from error
     return sock
@@ -123,6 +125,10 @@ class Server:
     def engine_pid(self) -> int:
         return self._engine.pid
 
+    @property
+    def num_running(self) -> int:
+        return self._service.num_running
+
     async def run(self) -> int:
         hooks = Hooks(on_state=self._on_engine_state, on_stats=self._metrics.on_stats, on_step=self._metrics.on_step)
         self._engine = EngineClient(
@@ -136,7 +142,7 @@ class Server:
         app = make_app(self._service, self._gate, self._sockets)
         config = uvicorn.Config(
             app, http="h11", ws=WebSocketProtocol, loop="asyncio", lifespan="off", log_config=None, access_log=False,
-            server_header=False, proxy_headers=False, ws_max_size=limits.body_bytes, ws_per_message_deflate=False,
+            server_header=False, proxy_headers=False, backlog=BACKLOG, ws_max_size=limits.body_bytes, ws_per_message_deflate=False,
             timeout_graceful_shutdown=2, timeout_keep_alive=30, h11_max_incomplete_event_size=2**16,
         )  # fmt: skip
         self._uvicorn = _Uvicorn(config)

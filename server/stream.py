@@ -110,7 +110,7 @@ class ChatStream:
             return None
         if not generation.started and not generation.ended:
             return None
-        if self.seq == 0 and generation.error is None:
+        if self.seq == 0 and (generation.started or generation.error is None):
             figures = generation.figures
             return Started(
                 id=self.client_id, response_id=self.response_id, seq=0,

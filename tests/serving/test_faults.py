@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import openai
 import pytest
 import websockets.sync.client as ws_client
@@ -40,7 +39,7 @@ def body(**fields: Any) -> dict[str, Any]:
 def http_text(server: Running, request: dict[str, Any], after: threading.Event | None = None) -> str:
     """The answer's text over SSE; `after` is set when the first text has come."""
     parts = []
-    with httpx.stream("POST", server.url + "/v1/chat/completions", json=request | {"stream": True}, timeout=60) as response:
+    with server.http.stream("POST", "/v1/chat/completions", json=request | {"stream": True}, timeout=60) as response:
         for line in response.iter_lines():
             if line.startswith("data: {"):
                 chunk = json.loads(line[6:])
@@ -150,7 +149,7 @@ def test_third_crash_ends_the_request_and_only_it(slow_server: Running, letter: 
         thread.start()
     restarts = slow_server.metric("forespeak:engine_restarts_total")
     poison = body(temperature=0) | {"messages": [{"role": "user", "content": letter}]}
-    answer = httpx.post(slow_server.url + "/v1/chat/completions", json=poison, timeout=60)
+    answer = slow_server.http.post("/v1/chat/completions", json=poison, timeout=60)
     for thread in threads:
         thread.join(60)
     assert answer.status_code == 500
@@ -165,13 +164,13 @@ def test_ready_tells_the_truth_during_a_restart(text: TextTools) -> None:
     options = ServeOptions(policy=POLICY)
     with running(toy_settings("load_ms=600"), text, options) as server:
         os.kill(server.engine_pid(), signal.SIGKILL)
-        wait_for(lambda: httpx.get(server.url + "/ready").status_code == 503, 2)
-        assert httpx.get(server.url + "/ready").json()["status"] == "restarting"
-        assert httpx.get(server.url + "/health").status_code == 200
+        wait_for(lambda: server.http.get("/ready").status_code == 503, 2)
+        assert server.http.get("/ready").json()["status"] == "restarting"
+        assert server.http.get("/health").status_code == 200
         # New work during the restart waits for it.
-        answer = httpx.post(server.url + "/v1/chat/completions", json=body(max_tokens=3), timeout=30)
+        answer = server.http.post("/v1/chat/completions", json=body(max_tokens=3))
         assert answer.status_code == 200
-        assert httpx.get(server.url + "/ready").status_code == 200
+        assert server.http.get("/ready").status_code == 200
 
 
 def test_engine_that_never_comes_back_ends_the_server(text: TextTools, tmp_path: Any) -> None:

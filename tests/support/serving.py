@@ -13,12 +13,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 from checkpoint_tokenizer import write_tokenizer
+from prometheus_client.parser import text_string_to_metric_families
 
 from server.ports import TextTools
 from server.serve import ServeOptions, Server, listen, load_text, make_gate
@@ -40,6 +41,10 @@ class Running:
     thread: threading.Thread
     loop: asyncio.AbstractEventLoop
     exit_code: int | None = None
+    http: httpx.Client = field(init=False)  # one keep-alive client: making one costs more than many requests
+
+    def __post_init__(self) -> None:
+        self.http = httpx.Client(base_url=self.url, timeout=30, trust_env=False, verify=False)
 
     @property
     def ws_url(self) -> str:
@@ -57,13 +62,11 @@ class Running:
         return self.server.engine_pid
 
     def wait_ready(self, seconds: float = START_SECONDS) -> None:
-        wait_for(lambda: httpx.get(self.url + "/ready").status_code == 200, seconds)
+        wait_for(lambda: self.http.get("/ready").status_code == 200, seconds)
 
     def metric(self, name: str, **labels: str) -> float:
         """One sample of /metrics, 0 when it is not there yet."""
-        from prometheus_client.parser import text_string_to_metric_families
-
-        text = httpx.get(self.url + "/metrics").text
+        text = self.http.get("/metrics").text
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
                 if sample.name == name and sample.labels == labels:
@@ -130,6 +133,7 @@ def running(
         with contextlib.suppress(RuntimeError):
             run.stop()
         thread.join(30)
+        run.http.close()
         sock.close()
         assert not thread.is_alive(), "the server did not stop"
 
