@@ -55,7 +55,8 @@ def commit(
     sequence.token_ids += run
     if sequence.grammar is not None:
         sequence.grammar.advance(run)
-    # Keys exist for the known tokens and the path; the newest token stays the pending root.
+    # Keys exist for the known tokens and the path; the newest token stays the pending root. Where the target said nothing (an
+    # error), the keys of this step are as doubtful as its scores and are not committed.
     sequence.num_kv = len(sequence.token_ids) - 1 if run else row.num_kv
     if acceptance.path:
         _compact(acceptance.path[: sequence.num_kv - length], length, row.page_ids, page_size, moves)

@@ -35,14 +35,13 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         self.waiting.add(sequence)
 
-    def remove(self, sequence: Sequence, publish: bool = True) -> None:
-        """The sequence ends, wherever it stands; its pages come back now. `publish`: its keys may serve others."""
+    def remove(self, sequence: Sequence) -> None:
+        """The sequence ends, wherever it stands; its pages come back now, and the full ones may serve others."""
         if sequence.phase is Phase.WAITING:
             self.waiting.remove(sequence)
         else:
             self.running.remove(sequence)
-            if publish:
-                self.paging.publish(sequence)
+            self.paging.publish(sequence)
             self.paging.release(sequence)
         sequence.move_to(Phase.FINISHED)
 

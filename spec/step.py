@@ -214,10 +214,9 @@ def _observe(
 def _give_back(core: Core, sequences: Sequence[EngineSequence]) -> None:
     """Publish full pages, free the rest of the draft windows, let finished sequences go."""
     for sequence in sequences:
-        reason = sequence.finish_reason
-        if reason is not None:
+        if sequence.finish_reason is not None:
             core.team.close(sequence.seq_id)
-            core.scheduler.remove(sequence, publish=reason != "error")
+            core.scheduler.remove(sequence)
             del core.sequences[sequence.seq_id]
             continue
         core.paging.publish(sequence)

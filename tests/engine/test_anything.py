@@ -51,7 +51,7 @@ def expected(request: Request) -> tuple[int, ...]:
     return seeded(request.prompt_ids, request.sampling.seed)
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     seed=st.integers(0, 10**6),
     page_size=st.sampled_from([1, 4, 16]),

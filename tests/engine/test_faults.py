@@ -275,7 +275,7 @@ def test_a_failing_commit_ends_that_request(monkeypatch: pytest.MonkeyPatch) -> 
     assert tuple(answers[1].token_ids) == golden(PROMPTS[1])
 
 
-def test_pages_of_a_broken_answer_are_not_shared() -> None:
+def test_keys_of_a_broken_pass_are_not_shared() -> None:
     engine = make_engine(Poisoned(decoder(), PROMPTS[1][11]))
     answer = run(engine, [greedy_request(1, PROMPTS[1], COUNT)])[1]
     assert answer.finish_reason == "error"
