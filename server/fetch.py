@@ -189,6 +189,9 @@ def pull_hub(source: str, cache: Path, progress: Progress | None) -> Path:
         wanted = _wanted(repository, file, published)
         if progress:
             progress(0, sum(wanted.values()))
+        for name, size in wanted.items():  # the client would trust a file that was cut short after it came
+            if (folder / name).is_file() and (folder / name).stat().st_size != size:
+                (folder / name).unlink()
         snapshot_download(repository, revision=info.sha, local_dir=folder, allow_patterns=list(wanted))
         if progress:
             progress(sum(wanted.values()), sum(wanted.values()))
@@ -203,8 +206,10 @@ def pull_hub(source: str, cache: Path, progress: Progress | None) -> Path:
         raise ModelFileError(
             f"cannot fetch {repository} from the hub ({reason}); check the network, or serve local files by their path"
         ) from None
+    digests = {item.rfilename: item.lfs.sha256 for item in info.siblings or [] if item.lfs is not None}
     for name, size in wanted.items():
-        if not (folder / name).is_file() or (folder / name).stat().st_size != size:
+        if not _arrived(folder / name, size, digests.get(name)):
+            (folder / name).unlink(missing_ok=True)
             raise ModelFileError(f"{folder / name}: it did not arrive whole; run forespeak pull {source} again")
     _write_stamp(folder / ".complete", wanted)
     return folder / file if file else folder
@@ -225,3 +230,12 @@ def _wanted(repository: str, file: str, published: Mapping[str, int]) -> dict[st
         return top
     what = f"several GGUF files; name one: {repository}/{ggufs[0]}" if ggufs else "neither safetensors nor GGUF files"
     raise ModelFileError(f"{repository} on the hub has {what}")
+
+
+def _arrived(path: Path, size: int, sha256: str | None) -> bool:
+    if not path.is_file() or path.stat().st_size != size:
+        return False
+    if sha256 is None:
+        return True
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest() == sha256
