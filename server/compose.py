@@ -185,6 +185,11 @@ def _drafting_target(parts: Parts) -> registry.Target:
     return registry.Target(parts.model.name, parts.model.shape, parts.model.weights, load, make)
 
 
+def shipped_drafters(model_name: str) -> list[str]:
+    """Kinds of trained drafters that ship for a model."""
+    return [kind for kind in ("heads", "student") if registry.shipped(model_name, kind) is not None]
+
+
 def default_speculator(parts: Parts, config: EngineConfig, target: TargetModel, drafters: Sequence[Drafter]) -> Speculator:
     """The price rule over a cost table measured here, or the fixed shape the settings ask for."""
     from server.speculation import measured_price_speculator

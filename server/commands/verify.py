@@ -12,9 +12,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from drafters import registry
 from server.commands.common import chosen_prompts, requests_of
-from server.compose import Parts, kv_bytes_per_token, load_parts, make_engine
+from server.compose import Parts, kv_bytes_per_token, load_parts, make_engine, shipped_drafters
 from server.local import Completion, run_requests
 from server.settings import Settings
 from spec.request import Request
@@ -71,7 +70,7 @@ def drafter_sets(settings: Settings, model_name: str) -> list[str]:
     if settings.drafters not in ("auto", "none"):
         single = settings.drafters.split(",")
     else:
-        single = ["suffix", *(kind for kind in ("heads", "student") if registry.shipped(model_name, kind) is not None)]
+        single = ["suffix", *shipped_drafters(model_name)]
         single.append(f"model:{settings.model}")
     return [*single, ",".join(single)] if len(single) > 1 else single
 
