@@ -178,6 +178,11 @@ class Drafter:
             tokens.append(found[0])
             parents.append(place[parent])
             probs.append(found[1])
+        if tokens and parents == list(range(ROOT, len(tokens) - 1)) and ROOT in self._parents[1:]:
+            # Whether a tree is a chain decides how it is verified, so merged draws must not make one.
+            tokens.append(next(token for token in self._best[view.token_ids[-1]] if token != tokens[0]))
+            parents.append(ROOT)
+            probs.append(None)
         return DraftTree(tuple(tokens), tuple(parents), draft_probs=tuple(probs))
 
     def _child(

@@ -26,7 +26,7 @@ MAX_SOURCE = 65_536  # characters of a schema, expression or grammar
 CACHED = 8  # compiled grammars kept for requests that ask for the same again
 WHITESPACE = r"[ \t\n\r]{0,20}"  # between JSON tokens; unbounded, a small model can pad for ever and never finish
 
-_PARAM = {"json_object": "response_format", "json_schema": "response_format", "regex": "regex", "grammar": "grammar"}
+_PARAM = "response_format"  # the request field every kind comes in
 
 
 class GrammarCursor:
@@ -160,12 +160,11 @@ class GrammarCompiler:
         return self._tokenizer
 
     def _build(self, spec: GrammarSpec) -> LLMatcher:
-        param = _PARAM[spec.kind]
         if len(spec.source) > MAX_SOURCE:
             raise RequestError(
                 f"the {spec.kind} source has {len(spec.source)} characters; at most {MAX_SOURCE} are taken",
                 code="grammar_too_large",
-                param=param,
+                param=_PARAM,
             )
         try:
             grammar = _translate(spec)
@@ -199,7 +198,7 @@ def _translate(spec: GrammarSpec) -> str:
 
 def _refused(spec: GrammarSpec, reason: str) -> RequestError:
     code = "invalid_json_schema" if spec.kind.startswith("json") else "invalid_grammar"
-    return RequestError(f"the {spec.kind} cannot be used: {_line(reason)}", code=code, param=_PARAM[spec.kind])
+    return RequestError(f"the {spec.kind} cannot be used: {_line(reason)}", code=code, param=_PARAM)
 
 
 def _line(text: str) -> str:

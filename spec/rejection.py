@@ -8,9 +8,9 @@ children are tried against what is left (recursive rejection: SpecInfer, Miao et
 Chains of drawn nodes use block verification (Sun et al. 2024), which accepts at least as many tokens for the same text law.
 
 Siblings are distinct tokens (drafts are merged by prefix). A sibling that is there says the draw before it was another
-token, so every earlier sibling is removed from q. The order of siblings, and which nodes are there, must not depend on the
-drawn tokens' own probabilities: order by draw, prune by what is known at the parent. A caller that cannot promise this
-leaves `draft_probs` empty: testing a node as a point mass is right for any token that was chosen without the target's noise.
+token, so every earlier sibling is removed from q. The order of siblings, which nodes are there, and whether the tree is a
+chain must not depend on the drawn tokens: order by draw, prune by what is known at the parent. A caller that cannot promise
+this leaves `draft_probs` empty: testing a node as a point mass is right for any token chosen without the target's noise.
 """
 
 from __future__ import annotations

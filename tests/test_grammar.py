@@ -319,7 +319,7 @@ def test_a_wrong_grammar_is_the_clients_fault(name: str) -> None:
     with pytest.raises(RequestError) as caught:
         compiler().compile(spec)
     assert caught.value.code == code
-    assert caught.value.param == {"regex": "regex", "grammar": "grammar"}.get(spec.kind, "response_format")
+    assert caught.value.param == "response_format"
     assert len(str(caught.value)) < 500
     assert "\n" not in str(caught.value)
 
