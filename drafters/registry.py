@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from drafters.grammar import GrammarDrafter
 from drafters.model import ModelDrafter
 from drafters.suffix import SuffixDrafter
 from kernels.batch import KVTensors
@@ -113,4 +114,6 @@ def build(plan: DrafterPlan, pool: PagePool, config: EngineConfig, kv_dtype: tor
             drafters.append(HeadsDrafter.load(entry.path, plan.target))
         else:
             drafters.append(SuffixDrafter())
+    if drafters:
+        drafters.append(GrammarDrafter())  # costs nothing without a grammar, so it is not asked for by name
     return drafters

@@ -16,8 +16,12 @@ import torch
 
 import kernels
 from drafters import registry
+from kernels import native
 from kernels.batch import KVTensors
 from kernels.decoder import Decoder, DecoderShape
+from kernels.decoder.reference import ReferenceDecoder
+from kernels.kv_slots import reference as slots_reference
+from kernels.sample import reference as sample_reference
 from server.models import resolve
 from server.settings import Settings
 from server.tokenizer import Tokenizer, load_tokenizer
@@ -29,7 +33,9 @@ from spec.errors import ConfigError
 from spec.grammar import GrammarCompiler
 from spec.models import LoadedModel, load_model
 from spec.pages import PagePool
+from spec.sampling import SampleOps
 from spec.speculator import Speculator
+from spec.store import Move
 from spec.target import TargetModel
 
 _KV_TYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -62,7 +68,7 @@ class Parts:
     model: LoadedModel
     tokenizer: Tokenizer
     decoder: Decoder
-    backend: str
+    backend: Backend
     cache: Path
     eos_ids: tuple[int, ...]
 
@@ -83,39 +89,68 @@ def load_parts(settings: Settings) -> Parts:
     model = load_model(
         paths.weights, weights=settings.weights, context=settings.context or None, quantise=settings.quantise
     ).trimmed(tokenizer.vocab_size)
-    backend, make = choose_backend(settings, cache)
+    backend = choose_backend(settings, cache)
     eos_ids = tuple(sorted({*model.eos_ids, *tokenizer.eos_ids}))
-    return Parts(settings, model, tokenizer, make(model), backend, cache, eos_ids)
+    return Parts(settings, model, tokenizer, backend.make(model), backend, cache, eos_ids)
 
 
-def choose_backend(settings: Settings, cache: Path) -> tuple[str, Callable[[LoadedModel], Decoder]]:
-    """The kernels to compute with, and how to make a decoder from them."""
-    name = settings.backend
-    if name == "auto":
-        name = "triton" if settings.device == "cuda" else "native"
-        if name == "native":
-            from kernels.native import load
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """One family of kernels: how a decoder is made from weights, and the ops the engine calls itself."""
 
-            if load() is None:
-                name = "reference"
+    name: str
+    make: Callable[[LoadedModel], Decoder]
+    ops: SampleOps
+    move: Move
+
+
+def choose_backend(settings: Settings, cache: Path) -> Backend:
+    """The kernels to compute with. Raises ConfigError when what was asked for cannot run here."""
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda was asked for, but PyTorch sees no CUDA device here; use --device cpu")
-    threads = settings.threads or os.cpu_count() or 1
-    if name == "native":
-        from kernels.decoder.native import NativeDecoder
-        from kernels.native import load
+    name = settings.backend
+    if name == "auto":
+        name = "triton" if settings.device == "cuda" else "native" if native.load() is not None else "reference"
+    return _BACKENDS[name](settings, cache)
 
-        if load() is None:
-            raise ConfigError("the native kernels are not built (no C++ compiler was found); use --backend reference")
-        return name, lambda model: NativeDecoder(model.shape, model.weights, threads, cache_dir=cache / "packed")
-    if name == "triton":
-        from kernels.decoder.triton import TritonDecoder
 
-        return name, lambda model: TritonDecoder(model.shape, model.weights)
-    from kernels.decoder.reference import ReferenceDecoder
+def _reference(settings: Settings, cache: Path) -> Backend:
+    torch.set_num_threads(_threads(settings))
+    return Backend(
+        "reference", lambda model: ReferenceDecoder(model.shape, model.weights), sample_reference, slots_reference.move
+    )
 
-    torch.set_num_threads(threads)
-    return "reference", lambda model: ReferenceDecoder(model.shape, model.weights)
+
+def _native(settings: Settings, cache: Path) -> Backend:
+    from kernels.decoder.native import NativeDecoder
+    from kernels.kv_slots import native as slots
+    from kernels.sample.native import NativeSample
+
+    if native.load() is None:
+        raise ConfigError("the native kernels are not built (no C++ compiler was found); use --backend reference")
+    torch.set_num_threads(1)  # the kernels have their own threads; torch only makes small tensors here
+    threads = _threads(settings)
+    return Backend(
+        "native",
+        lambda model: NativeDecoder(model.shape, model.weights, threads, cache_dir=cache / "packed"),
+        NativeSample(threads),
+        slots.move,
+    )
+
+
+def _triton(settings: Settings, cache: Path) -> Backend:
+    from kernels.decoder.triton import TritonDecoder
+    from kernels.kv_slots import triton as slots
+    from kernels.sample import triton as sample
+
+    return Backend("triton", lambda model: TritonDecoder(model.shape, model.weights), sample, slots.move)
+
+
+_BACKENDS = {"reference": _reference, "native": _native, "triton": _triton}
+
+
+def _threads(settings: Settings) -> int:
+    return settings.threads or len(os.sched_getaffinity(0))
 
 
 def kv_bytes_per_token(shape: DecoderShape, dtype: torch.dtype) -> int:
@@ -148,7 +183,7 @@ def make_engine(
         chunk_tokens=settings.chunk_tokens,
         max_tree_nodes=settings.max_tree_nodes,
         prefix_cache=settings.prefix_cache,
-        model_salt=f"{parts.model.digest}/{parts.backend}/{parts.kv_dtype}/{settings.weights}",
+        model_salt=f"{parts.model.digest}/{parts.backend.name}/{parts.kv_dtype}/{settings.weights}",
     )
     pool = PagePool(num_pages)
     device = settings.device
@@ -164,8 +199,10 @@ def make_engine(
         built,
         spec,
         parts.eos_ids,
-        grammar_compiler=GrammarCompiler(parts.tokenizer.tokenizer_json(), parts.eos_ids, shape.vocab_size),
+        grammar_compiler=_grammars(parts),
         pool=pool,
+        ops=parts.backend.ops,
+        move=parts.backend.move,
     )
 
 
@@ -181,8 +218,11 @@ def _drafting_target(parts: Parts) -> registry.Target:
             )
         return load_model(path, weights=parts.settings.weights).trimmed(parts.tokenizer.vocab_size)
 
-    make = choose_backend(parts.settings, parts.cache)[1]
-    return registry.Target(parts.model.name, parts.model.shape, parts.model.weights, load, make)
+    return registry.Target(parts.model.name, parts.model.shape, parts.model.weights, load, parts.backend.make)
+
+
+def _grammars(parts: Parts) -> GrammarCompiler:
+    return GrammarCompiler(parts.tokenizer.tokenizer_json(), parts.eos_ids, parts.model.shape.vocab_size)
 
 
 def shipped_drafters(model_name: str) -> list[str]:
@@ -213,7 +253,7 @@ def build_engine(settings: Settings) -> tuple[Engine, Ready]:
         num_pages=engine.config.num_pages,
         page_size=engine.config.page_size,
         drafters=tuple(drafter.name for drafter in engine.drafters),
-        backend=parts.backend,
+        backend=parts.backend.name,
         load_seconds=time.perf_counter() - start,
     )
     return engine, ready

@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,7 +81,7 @@ def run(
     }
     best |= {
         "drafters": settings.drafters, "prompts": len(requests), "max_tokens": max_tokens, "temperature": temperature,
-        "backend": parts.backend, "threads": settings.threads, "repeats": repeats, "commit": _commit(), "argv": sys.argv[1:],
+        "backend": parts.backend.name, "threads": settings.threads, "repeats": repeats, "commit": _commit(), "argv": sys.argv[1:],
         "versions": {"python": sys.version.split()[0], "torch": torch.__version__},
     }  # fmt: skip
     print(msgspec.json.encode(best).decode())
@@ -118,7 +118,7 @@ def decode_rate(completions: Sequence[Completion]) -> float:
     return sum(len(c.token_times) - 1 for c in completions if c.token_times) / seconds if seconds else 0.0
 
 
-def _median(runs: Sequence[Run], figure: Any) -> float:
+def _median(runs: Sequence[Run], figure: Callable[[Run], float]) -> float:
     return statistics.median(figure(r) for r in runs)
 
 
