@@ -129,6 +129,11 @@ class Server:
     def num_running(self) -> int:
         return self._service.num_running
 
+    @property
+    def num_sockets(self) -> int:
+        """Open native sockets."""
+        return len(self._sockets.connections)
+
     async def run(self) -> int:
         hooks = Hooks(on_state=self._on_engine_state, on_stats=self._metrics.on_stats, on_step=self._metrics.on_step)
         self._engine = EngineClient(
