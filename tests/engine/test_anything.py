@@ -66,9 +66,10 @@ def test_anything_goes(
 ) -> None:
     chance = random.Random(seed)
     truths: dict[tuple[int, ...], tuple[int, ...]] = {}
+    drafter = RandomTreeDrafter(answers_of(truths), seed)
     engine = make_engine(
         decoder(),
-        [RandomTreeDrafter(answers_of(truths), seed)],
+        [drafter],
         num_pages=tokens // page_size,
         page_size=page_size,
         context=48,
@@ -106,3 +107,4 @@ def test_anything_goes(
     assert sum(stats["finished"].values()) == len(requests)
     assert sum(stats["spec_decode_num_accepted_tokens"].values()) == sum(answer.accepted for answer in answers.values())
     assert not any(stats["drafter_faults"].values())
+    assert drafter.opened == set()

@@ -119,14 +119,17 @@ def test_cancelled_waiting_requests_never_run() -> None:
 
 
 def test_a_cancelled_request_gives_its_pages_back_at_once() -> None:
-    engine = make_engine(decoder(), [ScriptDrafter(lambda view: (), SHAPES["2x4"])], prefix_cache=False)
+    drafter = ScriptDrafter(lambda view: (), SHAPES["2x4"])
+    engine = make_engine(decoder(), [drafter], prefix_cache=False)
     runner = Runner(engine)
     runner.add(greedy_request(1, prompts_of([20])[0], 50))
     for _ in range(3):
         runner.step()
     assert engine.pool.live > 0
+    assert drafter.opened == {1}
     engine.cancel(1)
     assert engine.pool.live == 0
+    assert drafter.opened == set()
     engine.cancel(1)
     engine.cancel(99)
     answers = runner.finish()
