@@ -144,9 +144,9 @@ class Server:
         self._sockets = Sockets(
             SessionSettings(limits, self._text.tokenizer, self._hello, self._gate.keys.tenant_of, Resumables(limits))
         )
-        app = make_app(self._service, self._gate, self._sockets)
+        self.app = make_app(self._service, self._gate, self._sockets)
         config = uvicorn.Config(
-            app, http="h11", ws=WebSocketProtocol, loop="asyncio", lifespan="off", log_config=None, access_log=False,
+            self.app, http="h11", ws=WebSocketProtocol, loop="asyncio", lifespan="off", log_config=None, access_log=False,
             server_header=False, proxy_headers=False, backlog=BACKLOG, ws_max_size=limits.body_bytes, ws_per_message_deflate=False,
             timeout_graceful_shutdown=2, timeout_keep_alive=30, h11_max_incomplete_event_size=2**16,
         )  # fmt: skip

@@ -20,6 +20,7 @@ from typing import Any
 import httpx
 from checkpoint_tokenizer import write_tokenizer
 from prometheus_client.parser import text_string_to_metric_families
+from websockets.exceptions import ConnectionClosed
 
 from server.ports import TextTools
 from server.serve import ServeOptions, Server, listen, load_text, make_gate
@@ -80,6 +81,16 @@ def wait_for(condition: Any, seconds: float = 10.0) -> None:
     while not condition():
         assert time.monotonic() < end, "the condition did not become true in time"
         time.sleep(0.01)
+
+
+def until_closed(ws: Any, seconds: float = 20.0) -> tuple[list[Any], int]:
+    """Every JSON frame up to the close, and its code (1006 when there was no close frame)."""
+    frames: list[Any] = []
+    try:
+        while True:
+            frames.append(json.loads(ws.recv(timeout=seconds)))
+    except ConnectionClosed as closed:
+        return frames, closed.rcvd.code if closed.rcvd is not None else 1006
 
 
 def toy_settings(options: str = "", **fields: Any) -> Settings:
