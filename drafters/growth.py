@@ -6,7 +6,7 @@ children promise most, and stops when what it would add is not worth its time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from spec.drafter import UNKNOWN, Budget
 from spec.tree import NOTHING, ROOT, DraftProbs, Proposal
@@ -70,8 +70,17 @@ class Growth:
         if depth > budget.max_depth:
             return 0.0
         above = 1.0 if parent is None else parent.path
-        gains = [above * budget.chance(self._name, depth, rank, UNKNOWN) - budget.price for rank in range(self._fan)]
-        return sum([gain for gain in gains if gain > 0.0])
+        gain = 0.0
+        for rank in range(self._fan):
+            worth = above * budget.chance(self._name, depth, rank, UNKNOWN)
+            price = budget.price
+            if budget.prices:  # it would come after the nodes that are better
+                better = sum([1 for node in self.nodes if node.path >= worth]) + rank
+                price = max(price, budget.prices[min(better, len(budget.prices) - 1)])
+            if worth <= price:
+                break
+            gain += worth - price
+        return gain
 
     def next_to_expand(self, limit: int) -> list[tuple[float, Node]]:
         """Up to `limit` offered nodes without children, most promising first, with their promise (> 0)."""
@@ -92,6 +101,19 @@ class Growth:
             ranks=tuple([node.rank for node in chosen]),
             draft_probs=tuple([node.probs for node in chosen]) if any(node.probs is not None for node in chosen) else None,
         )
+
+
+def worthwhile(promises: Sequence[float], cost: Callable[[int], float]) -> int:
+    """How many of the nodes, most promising first, one pass should expand: the best sum less `cost(count)`; 0 = no pass.
+
+    `cost`: expected tokens that the pass's time would bring otherwise.
+    """
+    best, best_count, total = 0.0, 0, 0.0
+    for count, promise in enumerate(promises, 1):
+        total += promise
+        if total - cost(count) > best:
+            best, best_count = total - cost(count), count
+    return best_count
 
 
 class PassClock:

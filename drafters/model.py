@@ -20,7 +20,7 @@ import torch
 from drafters.draft_rows import DraftRow, draft_inputs
 from drafters.draws import choices, is_drawn
 from drafters.forest import chain_after, forest
-from drafters.growth import Growth, Node, PassClock
+from drafters.growth import Growth, Node, PassClock, worthwhile
 from kernels.batch import KVTensors
 from kernels.decoder import Decoder
 from spec.drafter import Budget, Outcome, SequenceView
@@ -226,21 +226,19 @@ class ModelDrafter:
         return [g for g in ready if g.growth.nodes]
 
     def _grow(self, ready: list[_Growing], price: Callable[[float], float]) -> bool:
-        """One more pass over all sequences with promising nodes, if it pays. False = stop."""
-        picks: list[tuple[_Growing, list[Node]]] = []
-        promise = 0.0
-        for g in ready:
-            found = g.growth.next_to_expand(self._width)
-            nodes = [node for _, node in found if node.depth <= g.room]
-            if nodes:
-                picks.append((g, nodes))
-                promise += sum(gain for gain, _ in found)
-        if not picks:
+        """One more pass over the most promising nodes of all sequences, if it pays. False = stop."""
+        ranked = [(gain, g, node) for g in ready for gain, node in g.growth.next_to_expand(self._width) if node.depth <= g.room]
+        ranked.sort(key=lambda item: -item[0])
+        count = worthwhile([gain for gain, _, _ in ranked], lambda rows: price(self._passes.estimate(rows)))
+        if not count:
             return False
+        picks: dict[int, tuple[_Growing, list[Node]]] = {}
+        for _, g, node in ranked[:count]:
+            picks.setdefault(g.place, (g, []))[1].append(node)
         rows: list[DraftRow] = []
         asked: list[tuple[_Growing, Node | None]] = []
         chains: list[tuple[_Growing, list[Node]]] = []
-        for g, wanted in picks:
+        for g, wanted in picks.values():
             kept, order, parents = forest(g.chain, wanted)
             if kept + len(order) > g.room:
                 continue
@@ -250,8 +248,7 @@ class ModelDrafter:
             rows.append(DraftRow([node.token for node in order], parents, start, g.view.page_ids, scored))
             asked += [(g, order[i]) for i in scored]
             chains.append((g, chain_after(g.chain, kept, order, parents)))
-        count = sum(len(row.token_ids) for row in rows)
-        if not rows or promise <= price(self._passes.estimate(count)):
+        if not rows:
             return False
         logits = self._forward(rows, timed=True)
         for g, chain in chains:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from heapq import merge as merge_sorted
+from itertools import pairwise
 
 from spec.calibration import Calibration
 from spec.cost_table import CostTable
@@ -25,8 +26,10 @@ from spec.skill import Skill, judged
 from spec.speculator import Limit, Load, StepRecord
 from spec.tree import EMPTY_TREE, MAX_NODES, DraftTree, Proposal
 
-_PROBE_EVERY = 32  # drafting steps between two that look below the price
-_PROBE_PRICE = 0.3
+_PROBES = ((128, 8), (256, 16))  # up to so many drafting steps under a load, every so many look below the price
+_PROBE_EVERY = 128  # later
+_PROBE_PRICE = 0.4  # what a probing step takes for the price of a node and of a pass
+_PRICED = 12  # nodes of one sequence that are priced one by one
 _SLACK = 0.7  # drafters see a price this much lower: the final cut is made over all requests
 _PRIOR_STEPS = 24.0  # plain steps that lambda starts from
 
@@ -45,13 +48,14 @@ _NO_DRAFT = Budget(max_nodes=0, max_depth=0, price=1.0, pass_price=_free, chance
 class _LoadState:
     """What was learnt under one load (decoding sequences, by power of two)."""
 
-    __slots__ = ("guard", "nodes", "speed", "steps", "worth")
+    __slots__ = ("guard", "marginal", "nodes", "speed", "steps", "worth")
 
     def __init__(self) -> None:
         self.guard = Guard()
         self.speed = Speed()  # tokens per sequence and plain-step time: how many times plain
         self.speed.tokens = self.speed.time = _PRIOR_STEPS
         self.nodes = 2.0  # admitted per sequence, lately
+        self.marginal = -1.0  # milliseconds that the node after the last one admitted was worth, lately; -1 = not known
         self.steps = 0
         self.worth: dict[str, Worth] = {}
 
@@ -104,11 +108,18 @@ class PriceSpeculator:
         if refused and len(refused) == len(state.worth):
             return [_NO_DRAFT] * len(views)
         state.steps += 1
-        step.probe = state.steps % _PROBE_EVERY == 0
-        price = self._price(step) * (_PROBE_PRICE if step.probe else _SLACK)
+        step.probe = state.steps % next((every for until, every in _PROBES if state.steps <= until), _PROBE_EVERY) == 0
+        price = self._price(step)
+        prices = self._prices(step)
+        per_ms = lambda_
+        if step.probe:
+            price, per_ms = price * _PROBE_PRICE, per_ms * _PROBE_PRICE
+            prices = tuple([p * _PROBE_PRICE for p in prices])
+        else:
+            price *= _SLACK
 
         def pass_price(ms: float) -> float:
-            return ms * lambda_
+            return ms * per_ms
 
         found: list[Budget] = []
         for view, limit in zip(views, limits, strict=True):
@@ -121,19 +132,27 @@ class PriceSpeculator:
                 continue
             step.drafted = True
             chance = self._chance(view, refused, step.asked)
-            found.append(Budget(nodes, min(limit.max_depth, nodes), price, pass_price, chance))
+            found.append(Budget(nodes, min(limit.max_depth, nodes), price, pass_price, chance, prices))
         return found
 
     def _price(self, step: _Step) -> float:
-        """lambda dT/drows where the last trees of this load ended, or at the first node if that is cheaper."""
+        """lambda dT/drows at the first node or where the last trees ended, whichever is cheaper: no node below is wanted."""
         costs, rows, width = self.costs, step.rows, max(1, step.views // 4)
+        first = costs.pass_ms(rows + width, 0, 1) - costs.pass_ms(rows, 0, 1)
         end = rows + int(step.state.nodes * step.views)
-        start_ms = costs.pass_ms(rows, 0, 1)
-        first = costs.pass_ms(rows + width, 0, 1) - start_ms
-        if end <= rows:
-            return step.lambda_ * first / width
         last = costs.pass_ms(end + width, 0, 1) - costs.pass_ms(end, 0, 1)
         return step.lambda_ * min(first, last) / width
+
+    def _prices(self, step: _Step) -> tuple[float, ...]:
+        """What a sequence's 1st, 2nd, ... node costs while the others draft as usual: for one sequence the next row's cost,
+        for many the usual cost of one node more (whose rows come next is then anybody's guess)."""
+        state, pass_ms, lambda_ = step.state, self.costs.pass_ms, step.lambda_
+        alone = 1.0 / step.views if state.marginal >= 0.0 else 1.0
+        usual = (1.0 - alone) * lambda_ * max(0.0, state.marginal)
+        rows = step.rows + int(state.nodes * (step.views - 1))
+        ms = [pass_ms(rows + k, 0, 1) for k in range(_PRICED + 1)]
+        own = alone * lambda_
+        return tuple([usual + own * (high - low) for low, high in pairwise(ms)])
 
     def _chance(self, view: SequenceView, refused: set[str], asked: set[str]) -> Callable[[str, int, int, float], float]:
         calibrated = self.calibration.chance
@@ -195,9 +214,14 @@ class PriceSpeculator:
             net = total - lambda_ * (pass_ms(rows + count, 0, 1) - start)
             if net > best:
                 best, best_count = net, count
-        if step.probe and best_count < len(order):
-            best_count += 1  # a look at what was pruned
-        return best_count
+        # One more node must beat the next row's cost, or one that is in already.
+        after = pass_ms(rows + best_count + 1, 0, 1) - pass_ms(rows + best_count, 0, 1)
+        if best_count:
+            after = min(after, order[best_count - 1][0] / lambda_)
+        state = step.state
+        state.marginal = after if state.marginal < 0.0 else state.marginal + 0.05 * (after - state.marginal)
+        # A look at what was pruned.
+        return min(len(order), best_count + max(1, step.views // 16)) if step.probe else best_count
 
     def _account(self, step: _Step, rows: int, chosen: Sequence[Sequence[Candidate]]) -> None:
         """Who brought what: tokens expected of each drafter's nodes, less their share of the verification."""

@@ -40,7 +40,7 @@ class SequenceView(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What one sequence may draft now.
+    """What one sequence may draft now. Expected tokens are the currency.
 
     `price`: a node is worth verifying iff its path chance (product of chances from the root) is at least this.
     `pass_price(ms)`: expected extra tokens that one more drafting pass of `ms` milliseconds must bring.
@@ -53,6 +53,7 @@ class Budget:
     price: float
     pass_price: Callable[[float], float]
     chance: Callable[[str, int, int, float], float]
+    prices: tuple[float, ...] = ()  # what the sequence's 1st, 2nd, ... node costs, the last one holding on; () = `price`
 
     def wants(self, drafter: str) -> bool:
         """Whether this drafter should draft at all; asked before any work is done."""

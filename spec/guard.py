@@ -12,6 +12,7 @@ _PLAIN_FIRST = 8  # plain steps wanted before the comparison means anything
 _PLAIN_FIRST_EVERY = 8
 _PLAIN_EVERY = 256  # later, to keep the comparison current
 _DRAFTED_FIRST = 48  # drafting steps before a verdict
+_CLEAR = 0.999  # slower by less is no difference
 _MEMORY = 400.0  # steps a speed remembers
 _REST = 256  # steps of rest after the first failure
 _LONGEST_REST = 16_384
@@ -89,7 +90,7 @@ class Guard:
         self.drafted.add(tokens, time)
         if self.drafted.count < _DRAFTED_FIRST or self.plain.count < 0.75 * _PLAIN_FIRST:
             return
-        if self.drafted.value * (1.0 + self.drafted.error) < self.plain.value * (1.0 - self.plain.error):
+        if self.drafted.value * (1.0 + self.drafted.error) < _CLEAR * self.plain.value * (1.0 - self.plain.error):
             self._rest = self._rest_next
             self._rest_next = min(2 * self._rest_next, _LONGEST_REST)
         elif self.drafted.count >= _PROVEN:
