@@ -127,12 +127,15 @@ def distributions(logits: torch.Tensor, queries: Sequence[NodeQuery], ops: Sampl
 
 
 def _edited(logits: torch.Tensor, queries: Sequence[NodeQuery]) -> tuple[torch.Tensor, list[RequestError | None]]:
-    """A copy of the queried rows with every edit before the temperature made, and what is wrong with each."""
+    """The queried rows with every edit before the temperature made, and what is wrong with each. `logits` stays as it is."""
+    edited = [i for i, query in enumerate(queries) if query.edits is not None or query.grammar is not None]
     block = _rows(logits, [query.score_row for query in queries])
+    if edited and block is logits:
+        block = logits.clone()
     raised: dict[int, RequestError] = {}
-    for i, query in enumerate(queries):
+    for i in edited:
         try:
-            _edit(block[i], query)
+            _edit(block[i], queries[i])
         except RequestError as error:  # the grammar ran into a limit
             raised[i] = error
     peaks = block.amax(dim=-1).tolist()  # NaN wins a maximum, so one number a row tells every fault
@@ -163,6 +166,9 @@ def not_finite() -> RequestError:
 
 
 def _rows(values: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    """The rows in that order: `values` itself when that is what they are (no drafts, nothing refused), else a copy."""
+    if rows == list(range(values.shape[0])):
+        return values
     return values.index_select(0, torch.tensor(rows, dtype=torch.int64, device=values.device))
 
 
