@@ -18,7 +18,7 @@ from server.local import Completion, run_requests
 from server.settings import Settings
 from spec.request import Request
 
-SHAPES = ("", "chain:4", "2x2x2", "4x2", "wide:6")
+SHAPES = ("", "chain:4", "2x4", "4x3", "wide", "mixed")
 SHAPE_NAMES = {"": "auto"}
 
 
