@@ -351,6 +351,12 @@ def test_whitespace_is_bounded() -> None:
     check_text("json_schema", text_of(tokens))
 
 
+def test_a_schema_can_choose_its_own_white_space() -> None:
+    schema = {**SCHEMA, "x-guidance": {"whitespace_pattern": ""}}
+    state = compiler().compile(GrammarSpec("json_schema", json.dumps(schema)))
+    assert text_of(list(state.forced())).startswith('{"name":"')
+
+
 def test_more_grammars_than_are_kept() -> None:
     for i in range(12):
         state = compiler().compile(GrammarSpec("regex", f"x{i}"))

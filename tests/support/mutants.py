@@ -66,6 +66,6 @@ MUTANTS: tuple[tuple[Fault, tuple[Case, ...]], ...] = (
     ),
     (
         Fault("siblings not removed", replaced={"proposal": _keep_siblings}),
-        (_case("drawn", "star"), _case("two models", "mixed")),
+        (_case("drawn", "star"), _case("point + drawn", "star")),
     ),
 )
