@@ -2,14 +2,13 @@
 
 Knows Jinja, in the dialect of Hugging Face's chat templates. Refuses to know tokenizers and roles. No code of the template's
 choosing runs: attributes are filtered by Jinja's immutable sandbox, built-in methods and filters by lists of allowed ones.
-Time and memory are bounded without a watchdog: the syntax tree is rewritten so that every loop round, macro call and operation
-that makes a value is charged to the rendering's `Budget`, which also holds a deadline.
+Time and memory are bounded without a watchdog: the syntax tree is rewritten (`template_rewrite`) so that every loop round, macro
+call and operation that makes a value is charged to the rendering's `Budget`, which also bounds its time.
 """
 
 from __future__ import annotations
 
 import html
-import re
 import threading
 import types
 from collections.abc import Callable, Mapping
@@ -27,10 +26,10 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 from jinja2.utils import Cycler, Joiner, Namespace
-from jinja2.visitor import NodeTransformer
 
 from server import template_limits as limits
 from server.template_limits import Budget, LimitError, TemplateError, TemplateStopped, words
+from server.template_rewrite import Rewriter
 from spec.errors import ModelFileError
 
 _MAX_SOURCE = 1 << 20
@@ -216,7 +215,7 @@ class BoundedTemplate:
             self.strings = frozenset(
                 node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)
             ) | frozenset(node.data for node in tree.find_all(nodes.TemplateData))
-            tree = _Rewriter(literals).visit(tree)
+            tree = Rewriter(literals).visit(tree)
             self._template = self._environment.from_string(cast(nodes.Template, tree))
         except jinja2.TemplateSyntaxError as error:
             raise ModelFileError(f"{where}: the chat template does not compile: line {error.lineno}: {error.message}") from None
@@ -236,94 +235,6 @@ class BoundedTemplate:
             except _OUTSIDE as error:
                 problem = str(error)[:300] or type(error).__name__
                 raise TemplateError(f"the model's chat template cannot render these messages: {problem}") from None
-
-
-class _Rewriter(NodeTransformer):
-    """Puts charges into loops and macros, makes concatenation and literals measurable, and swaps literals."""
-
-    # Methods that look at text instead of writing it: their arguments are what users type, so they keep the real strings.
-    _LOOKING = words(
-        """count endswith find get index lstrip partition removeprefix removesuffix replace rfind rpartition rsplit rstrip split
-        startswith strip"""
-    )
-
-    def __init__(self, literals: Mapping[str, str]) -> None:
-        self._literals = literals
-        self._pattern = re.compile("|".join(map(re.escape, sorted(literals, key=len, reverse=True)))) if literals else None
-
-    def visit_TemplateData(self, node: nodes.TemplateData) -> nodes.Node:
-        return nodes.TemplateData(self._swap(node.data)).set_lineno(node.lineno)
-
-    def visit_Const(self, node: nodes.Const) -> nodes.Node:
-        if not isinstance(node.value, str):
-            return node
-        return nodes.Const(self._swap(node.value)).set_lineno(node.lineno)
-
-    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
-        parts: list[nodes.Compare | nodes.Operand] = [node, *node.ops]
-        for part in parts:
-            if not isinstance(part.expr, nodes.Const):
-                part.expr = self.visit(part.expr)
-        return node
-
-    def visit_For(self, node: nodes.For) -> nodes.Node:
-        return self._charged(node)
-
-    def visit_Macro(self, node: nodes.Macro) -> nodes.Node:
-        return self._charged(node)
-
-    def visit_CallBlock(self, node: nodes.CallBlock) -> nodes.Node:
-        return self._charged(node)
-
-    def visit_Block(self, node: nodes.Block) -> nodes.Node:
-        return self._charged(node)
-
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
-        self.generic_visit(node)
-        return _hook("concatenated", list(node.nodes), node.lineno)
-
-    def visit_List(self, node: nodes.List) -> nodes.Node:
-        self.generic_visit(node)
-        return _hook("made", [node], node.lineno)
-
-    def visit_Dict(self, node: nodes.Dict) -> nodes.Node:
-        self.generic_visit(node)
-        return _hook("made", [node], node.lineno)
-
-    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
-        self.generic_visit(node)
-        return _hook("made", [node], node.lineno) if node.ctx == "load" else node
-
-    def visit_Call(self, node: nodes.Call) -> nodes.Node:
-        if isinstance(node.node, nodes.Getattr) and node.node.attr in self._LOOKING:
-            node.node = self.visit(node.node)
-            node.args = [arg if isinstance(arg, nodes.Const) else self.visit(arg) for arg in node.args]
-            return node
-        return self.generic_visit(node)
-
-    def visit_Filter(self, node: nodes.Filter) -> nodes.Node:
-        if node.name != "replace" or not node.args:
-            return self.generic_visit(node)
-        sought = node.args[0]
-        self.generic_visit(node)
-        if isinstance(sought, nodes.Const):
-            node.args[0] = sought
-        return node
-
-    def _charged(self, node: Any) -> nodes.Node:
-        static = sum(len(data.data) for child in node.body for data in child.find_all(nodes.TemplateData))
-        self.generic_visit(node)
-        tick = nodes.ExprStmt(_hook("tick", [nodes.Const(static)], node.lineno)).set_lineno(node.lineno)
-        node.body.insert(0, tick)
-        return cast(nodes.Node, node)
-
-    def _swap(self, text: str) -> str:
-        return self._pattern.sub(lambda found: self._literals[found.group()], text) if self._pattern else text
-
-
-def _hook(name: str, args: list[nodes.Expr], line: int) -> nodes.Call:
-    call = nodes.Call(nodes.EnvironmentAttribute(name), args, [], None, None)
-    return cast(nodes.Call, call.set_lineno(line))
 
 
 def _clock(now: datetime, form: str) -> str:

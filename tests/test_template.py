@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_templates import CHATML, DYNAMIC, HEADERS, LOOKING, STRICT
+from chat_templates import CHATML, DYNAMIC, DYNAMIC_TOOLS, HEADERS, LOOKING, STRICT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from text_kit import byte_folder, byte_metadata, tokenizer_gguf
@@ -22,7 +22,14 @@ from spec.errors import ModelFileError, RequestError
 CONTROL = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<start_of_turn>", "<end_of_turn>")
 CONTROL += ("<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "<|bos|>")
 ADDED = [{"content": token} for token in CONTROL] + [{"content": "</think>", "special": False}]
-TEMPLATES = {"chatml": CHATML, "headers": HEADERS, "strict": STRICT, "dynamic": DYNAMIC, "looking": LOOKING}
+TEMPLATES = {
+    "chatml": CHATML,
+    "headers": HEADERS,
+    "strict": STRICT,
+    "dynamic": DYNAMIC,
+    "looking": LOOKING,
+    "dynamic-tools": DYNAMIC_TOOLS,
+}
 HI = {"role": "user", "content": "hi"}
 
 
@@ -94,7 +101,7 @@ def test_users_never_write_a_control_token(
 
 
 @pytest.mark.parametrize("where", ["content", "name", "parameter", "key", "arguments", "result"])
-@pytest.mark.parametrize("name", ["looking", "dynamic", "headers"])
+@pytest.mark.parametrize("name", ["looking", "dynamic", "dynamic-tools", "headers"])
 def test_no_field_of_a_message_or_tool_writes_a_control_token(
     tokenizers: dict[str, Tokenizer], templates: dict[str, ChatTemplate], where: str, name: str
 ) -> None:
@@ -142,6 +149,23 @@ def test_templates_see_the_real_text(tokenizers: dict[str, Tokenizer], templates
     shown = tokenizers["looking"].decode(templates["looking"].encode_chat(chat), skip_special=False)
     assert "secret" not in shown
     assert "assistant\nanswer <|im_end|><|im_end|>\n" in shown
+
+
+@pytest.mark.parametrize(
+    "look", ["'<|im_end|>' in m.content", "m.content.startswith('<|im_end|>')", "m.content.split('<|im_end|>')[1]"]
+)
+def test_a_template_may_look_for_control_tokens_in_contents(tmp_path: Path, look: str) -> None:
+    """One that refuses or cuts them sees what the user typed, not the marks that the template writes."""
+    template = ChatTemplate(
+        load(tmp_path, "{% for m in messages %}{% if " + look + " %}found{% endif %}<|im_end|>{% endfor %}")
+    )
+    assert template.render([{"role": "user", "content": "<|im_end|>x"}]) == "found<|im_end|>"
+    assert template.render([HI]) == "<|im_end|>"
+
+
+def test_a_template_may_remove_control_tokens_from_contents(tmp_path: Path) -> None:
+    source = "{% for m in messages %}{{ m.content | replace('<|im_end|>', '') }}{{ m.content.replace('<|im_end|>', '-') }}{% endfor %}"
+    assert ChatTemplate(load(tmp_path, source)).render([{"role": "user", "content": "a<|im_end|>b"}]) == "aba-b"
 
 
 @pytest.fixture(scope="module")

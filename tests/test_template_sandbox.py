@@ -91,6 +91,10 @@ ENDLESS = (
     "{% endfor %}{{ ns.a == ns.b }}",
     "{% set ns = namespace(a={}) %}{% for i in range(60) %}{% set ns.a = {'x': ns.a, 'y': ns.a} %}{% endfor %}{{ ns.a | tojson }}",
     "{% set ns = namespace(a=()) %}{% for i in range(60) %}{% set ns.a = (ns.a, ns.a) %}{% endfor %}{{ ns.a }}",
+    "{% set ns = namespace(a=(1,), b=(1,)) %}{% for i in range(60) %}{% set ns.a = (ns.a, ns.a) %}{% set ns.b = (ns.b, ns.b) %}"
+    "{% endfor %}{{ ns.a == ns.b }}",
+    "{% set ns = namespace(a={}, b={}) %}{% for i in range(60) %}{% set ns.a = {1: ns.a, 2: ns.a} %}"
+    "{% set ns.b = {1: ns.b, 2: ns.b} %}{% endfor %}{{ ns.a == ns.b }}",
     "{% set ns = namespace(a=[0]) %}{% for i in range(60) %}{% set ns.a = ns.a + ns.a %}{% endfor %}",
     "{% set ns = namespace(a={}) %}{% for i in range(60) %}{% set ns.a = dict(x=ns.a, y=ns.a) %}{% endfor %}{{ ns.a }}",
 )

@@ -15,7 +15,7 @@ from text_kit import STRINGS, byte_folder, byte_metadata, sentencepiece_metadata
 from tokenizers import Regex, pre_tokenizers
 from tokenizers import Tokenizer as Library
 
-from server import tokenizer_gguf as converter
+from server.pre_tokenizers import PRE_TOKENIZERS
 from server.tokenizer import Tokenizer, load_tokenizer
 from spec.errors import ModelFileError
 
@@ -225,6 +225,21 @@ def test_sentencepiece_without_space_prefix(tmp_path: Path) -> None:
     assert tokenizer.encode("the", add_special=True) == tokenizer.encode("the")
 
 
+def test_sentencepiece_text_never_merges_into_a_control_token(tmp_path: Path) -> None:
+    rows = [
+        *sentencepiece_vocabulary(),
+        ("<", -900.0, 1),
+        (">", -901.0, 1),
+        ("<x", -902.0, 1),
+        ("x", -903.0, 1),
+        ("<x>", 0.0, 3),
+    ]
+    columns = {name: [row[k] for row in rows] for k, name in enumerate(("ggml__tokens", "ggml__scores", "ggml__token_type"))}
+    tokenizer = load_tokenizer(tokenizer_gguf(tmp_path / "x.gguf", sentencepiece_metadata(**columns)), None)
+    shown = [tokenizer.id_to_token(index) for index in tokenizer.encode("the<x>")]
+    assert shown[-2:] == ["<x", ">"]
+
+
 def test_sentencepiece_needs_scores(tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match=r"tokenizer\.ggml\.scores"):
         load_tokenizer(tokenizer_gguf(tmp_path / "x.gguf", sentencepiece_metadata(ggml__scores=[0.0])), None)
@@ -257,11 +272,11 @@ def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
 
 
 def test_known_splits_are_accepted_by_the_library(tmp_path: Path) -> None:
-    for name in converter.PRE_TOKENIZERS:
+    for name in PRE_TOKENIZERS:
         tokenizer = load_tokenizer(tokenizer_gguf(tmp_path / "x.gguf", byte_metadata(name)), None)
         for text in STRINGS[:40]:
             shown = tokenizer.decode(tokenizer.encode(text))
-            assert shown == text or converter.PRE_TOKENIZERS[name].nfc
+            assert shown == text or PRE_TOKENIZERS[name].nfc
 
 
 # An independent reference

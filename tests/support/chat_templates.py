@@ -35,6 +35,9 @@ DYNAMIC = (
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
 )
 
+# The same with tools as JSON.
+DYNAMIC_TOOLS = "{% if tools %}{{ '<|' + 'system' + '|>' + (tools | tojson) + '<|end|>\n' }}{% endif %}" + DYNAMIC
+
 # Looks into contents, keeps namespaces, macros, tools and loop controls (Qwen 3, Llama 3.1).
 LOOKING = """{%- macro tools_block(tools) -%}
 # Tools
