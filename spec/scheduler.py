@@ -107,8 +107,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence, plan: StepPlan) -> None:
         self.running.remove(sequence)
         self._rows.pop(sequence.seq_id, None)
-        self.paging.publish(sequence)
-        self.paging.release(sequence)
+        self.paging.release(sequence)  # its full pages were published when they were committed: they stay as cached ones
         sequence.move_to(Phase.WAITING)
         sequence.recomputing = True
         self.waiting.add(sequence)

@@ -142,14 +142,29 @@ def test_the_youngest_is_preempted_and_the_oldest_never() -> None:
     engine = make_engine(decoder(), num_pages=14, page_size=4, context=56)
     runner = Runner(engine)
     runner.add(*[greedy_request(i, p, 30) for i, p in enumerate(prompts)])
+    while engine.stats()["preemptions"] == 0:
+        runner.step()
+    assert engine.pool.cached > 0, "what was computed stays in the cache"
     answers = runner.finish()
-    assert engine.stats()["preemptions"] > 0
     assert answers[0].steps == list(range(30)), "the oldest got a token in every step"
     gaps = [max(b - a for a, b in zip(answers[i].steps, answers[i].steps[1:], strict=False)) for i in (0, 1, 2)]
     assert gaps[0] == 1
     assert gaps[2] > 1
     for i, prompt in enumerate(prompts):
         assert tuple(answers[i].token_ids) == golden(prompt, 30)
+
+
+def test_a_prompt_waits_until_it_fits_beside_the_running_ones() -> None:
+    grower, newcomer = prompts_of([8, 30], seed=12)
+    engine = make_engine(decoder(), num_pages=10, page_size=4, context=40)
+    runner = Runner(engine)
+    runner.add(greedy_request(1, grower, 24))
+    runner.step()
+    runner.add(greedy_request(2, newcomer, 6))
+    answers = runner.finish()
+    assert engine.stats()["preemptions"] == 0
+    assert answers[2].steps[0] > answers[1].steps[-1]
+    assert tuple(answers[2].token_ids) == golden(newcomer, 6)
 
 
 def test_short_pages_shrink_drafts_instead_of_preempting() -> None:
