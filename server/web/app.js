@@ -1,293 +1,275 @@
-// The chat page: joins the store, the socket client and the views.
+// The chat page: joins the store, the socket client, the answers in progress and the views.
 
+import { Answers } from "/answers.js";
 import { connect } from "/forespeak.js";
+import { Box, Drawer, Follower } from "/frame.js";
 import { Meter } from "/meter.js";
+import { SettingsDialog, requestOptions } from "/settings.js";
 import { Store } from "/store.js";
-import { MessageView, emptyNote, renderList } from "/view.js";
+import { MessageView, Note, emptyNote, renderLegend, renderList } from "/view.js";
 
 const $ = (id) => document.getElementById(id);
-const NUMBERS = ["temperature", "top_p", "max_tokens", "seed"];
-const SAVE_EVERY_MS = 500;
+const TITLE_CHARACTERS = 60;
 
 const store = new Store();
-const meter = new Meter($("speed"), $("length"), $("strip"), $("legend"));
+const answers = new Answers(store, { began, added, replaced, ended, full });
+const meter = new Meter($("speed"), $("length"), $("strip"));
+const note = new Note($("note"));
+const drawer = new Drawer({ side: $("side"), shade: $("shade"), main: $("main"), opener: $("side-open"), closer: $("side-close") });
+const box = new Box($("form"), $("prompt"), submit);
+const end = new Follower($("log"));
+const settings = new SettingsDialog($("settings"), store, (keyChanged) => keyChanged && openClient());
 let client = null;
 let current = null; // the open conversation
-let running = null; // { answer, conversation, message, view }
+let editing = null; // index of the message being edited
+
+// For screen readers. The note and the messages are what others see.
+const say = (text) => ($("announce").textContent = text);
+const warn = (text) => ($("alert").textContent = text);
 
 // --- connection ---------------------------------------------------------------------------------------------------
 
 function openClient() {
   client?.close();
-  client = connect({ key: store.key || undefined });
-  client.addEventListener("state", ({ detail }) => {
-    $("link").className = `link ${detail.state}`;
-    $("link").textContent = detail.state === "open" ? "connected" : detail.state === "connecting" ? "connecting" : "reconnecting";
-    if (detail.hello) $("model").textContent = detail.hello.model ?? "";
-    if (detail.code === 4401 || detail.code === 4408) {
-      $("link").textContent = "this server needs an API key";
-      openSettings();
-    }
-  });
-  client.addEventListener("notice", ({ detail }) => say(detail.message));
-  client.addEventListener("error", ({ detail }) => say(detail.message));
+  const mine = (client = connect({ key: store.key || undefined }));
+  mine.addEventListener("state", ({ detail }) => mine === client && onState(detail));
+  mine.addEventListener("notice", ({ detail }) => onNotice(detail));
+  mine.addEventListener("error", ({ detail }) => warn(detail.message));
+  mine.addEventListener("started", ({ detail }) => answers.started(detail));
 }
 
-function say(text) {
-  $("announce").textContent = text;
-  $("link").title = text;
+function onState({ state, hello, code, reason, retryInMs }) {
+  const refused = state === "closed" && retryInMs === undefined;
+  $("link").className = `link ${state}`;
+  $("link").textContent = { open: "connected", connecting: "connecting", closed: refused ? "refused" : "reconnecting" }[state];
+  if (state === "open") {
+    $("model").textContent = hello.model;
+    note.clear("link");
+    answers.resume(client, false);
+  } else if (state === "closed" && !refused) {
+    const more = answers.count ? " Running answers will go on." : "";
+    note.show("link", `The connection is lost, trying again.${more}`, ["Try now", () => client.reconnect()]);
+  } else if (code === 4401 || code === 4408) {
+    const text = store.key ? "This API key was refused." : "This server needs an API key.";
+    note.show("link", text, ["Enter key", () => settings.open("key")]);
+    settings.open("key");
+  } else if (state === "closed") note.show("link", reason || "The server refused the connection.");
+}
+
+function onNotice({ code, message }) {
+  if (code === "engine_ready") note.clear("server");
+  else note.show("server", message);
+  say(message);
 }
 
 // --- conversations ------------------------------------------------------------------------------------------------
 
 function show(conversation) {
   current = conversation;
-  $("log").replaceChildren();
-  if (!conversation.messages.length) $("log").append(emptyNote());
-  conversation.messages.forEach((message, index) => addView(message, index));
-  if (running?.conversation === conversation) {
-    running.view = $("log").lastChild.view;
-    running.view.running(true);
-  }
+  stopEditing();
+  $("log").replaceChildren(...(conversation.messages.length ? [] : [emptyNote()]));
+  for (const index of conversation.messages.keys()) addView(index);
+  if (answers.of(conversation)) lastView().running(true);
+  meter.show(answers.tally(conversation));
+  showLegend();
   refresh();
-  $("log").scrollTop = $("log").scrollHeight;
+  end.toEnd();
 }
 
-function addView(message, index) {
-  $("log").querySelector(".empty")?.remove();
-  const actions = { Copy: (foot) => copy(message, foot) };
+function addView(index) {
+  const message = current.messages[index];
+  const actions = { Copy: (button) => copy(message, button) };
   if (message.role === "assistant") actions.Retry = () => retry(index);
   if (message.role === "user") actions.Edit = () => edit(index);
-  const view = new MessageView(message, meter, actions);
+  $("log").querySelector(".empty")?.remove();
+  const view = new MessageView(message, actions);
   view.node.view = view;
   $("log").append(view.node);
-  return view;
+}
+
+const lastView = () => $("log").lastElementChild.view;
+
+function showLegend() {
+  const drafters = new Set();
+  for (const node of $("log").children) for (const name of node.view?.drafters ?? []) drafters.add(name);
+  renderLegend($("legend"), drafters);
 }
 
 function refresh() {
-  renderList($("list"), store.conversations, current, (c) => { closeSide(); show(c); }, removeConversation);
-  const busy = running !== null;
+  const busy = Boolean(answers.of(current));
+  renderList($("list"), store.conversations, current, {
+    running: (conversation) => Boolean(answers.of(conversation)),
+    open: (conversation) => {
+      drawer.close();
+      show(conversation);
+      box.focus();
+    },
+    remove,
+  });
+  $("log").classList.toggle("busy", busy);
   $("send").hidden = busy;
   $("stop").hidden = !busy;
 }
 
-function removeConversation(conversation) {
-  if (running?.conversation === conversation) running.answer.cancel();
-  store.remove(conversation.id);
+function remove(conversation) {
+  answers.of(conversation)?.answer.cancel();
+  store.remove(conversation);
   if (current === conversation) show(store.conversations[0] ?? store.create());
   else refresh();
+  $("new").focus();
+  say(`Deleted ${conversation.title}`);
+  const undo = () => {
+    store.restore(conversation);
+    show(conversation);
+    box.focus();
+  };
+  note.show("undo", `Deleted “${conversation.title}”.`, ["Undo", undo]);
 }
 
-async function copy(message, foot) {
+// Another tab has changed a conversation; one that is being answered here is ours.
+function onStorage({ key }) {
+  const change = store.take(key, (conversation) => Boolean(answers.of(conversation)));
+  if (change && change.before === current && change.before) show(change.after ?? store.conversations[0] ?? store.create());
+  else if (change) refresh();
+}
+
+// --- what a message's buttons do ----------------------------------------------------------------------------------
+
+async function copy(message, button) {
   try {
     await navigator.clipboard.writeText(message.content);
+    button.textContent = "Copied";
     say("Copied");
-    foot.firstElementChild?.blur();
   } catch {
-    say("The browser refused to copy");
+    note.show("error", "The browser refused to copy.");
+    warn("The browser refused to copy.");
   }
 }
 
 function retry(index) {
-  if (running) return;
+  if (answers.of(current)) return;
   current.messages.length = index;
   show(current);
   ask();
 }
 
+// The messages from here on are replaced when the edited one is sent, not before.
 function edit(index) {
-  if (running) return;
-  $("prompt").value = current.messages[index].content;
-  current.messages.length = index;
-  store.save();
-  show(current);
-  $("prompt").focus();
-  grow();
+  if (answers.of(current)) return;
+  editing = index;
+  box.set(current.messages[index].content);
+  box.focus(true);
+  note.show("edit", "Editing an earlier message; sending it replaces what follows.", ["Cancel", stopEditing]);
+}
+
+function stopEditing() {
+  if (editing === null) return;
+  editing = null;
+  note.clear("edit");
+  box.set("");
 }
 
 // --- asking and streaming -------------------------------------------------------------------------------------------
 
-function requestOf(conversation) {
-  const s = store.settings;
-  const system = s.system?.trim();
-  const messages = conversation.messages.map(({ role, content }) => ({ role, content }));
-  const request = { messages: system ? [{ role: "system", content: system }, ...messages] : messages };
-  for (const name of NUMBERS) if (typeof s[name] === "number") request[name] = s[name];
-  request.speculation = { mode: s.mode };
-  if (typeof s.max_nodes === "number") request.speculation.max_nodes = s.max_nodes;
-  return request;
+function submit(text) {
+  if (answers.of(current)) return;
+  if (editing !== null) {
+    current.messages.length = editing;
+    show(current);
+  }
+  if (!current.messages.length) current.title = text.slice(0, TITLE_CHARACTERS);
+  const index = current.messages.push({ role: "user", content: text }) - 1;
+  addView(index);
+  box.set("");
+  ask();
 }
 
 function ask() {
-  const conversation = current;
-  const answer = client.chat(requestOf(conversation));
-  const message = { role: "assistant", content: "", pieces: [] };
-  conversation.messages.push(message);
-  follow(answer, conversation, message, addView(message, conversation.messages.length - 1));
+  const system = store.settings.system?.trim();
+  const said = current.messages.filter((m) => m.role === "user" || m.content).map(({ role, content }) => ({ role, content }));
+  const messages = system ? [{ role: "system", content: system }, ...said] : said;
+  answers.ask(client, current, { messages, ...requestOptions(store.settings) });
+  end.toEnd();
 }
 
-async function follow(answer, conversation, message, view) {
-  running = { answer, conversation, message, view };
-  view.running(true);
-  meter.reset();
+function began({ conversation, tally }) {
+  if (conversation === current) {
+    const index = current.messages.length - 1;
+    if ($("log").childElementCount <= index) addView(index);
+    lastView().running(true);
+    meter.show(tally);
+  }
   refresh();
-  let saved = 0;
-  try {
-    for await (const delta of answer) {
-      take(delta, message);
-      message.pending = { response_id: answer.responseId, seq: answer.seq };
-      if (performance.now() - saved > SAVE_EVERY_MS) {
-        saved = performance.now();
-        store.save();
-      }
-    }
-    const done = await answer.done;
-    meter.final(done.speculation, done.timings);
-    message.figures = figures(done);
-    $("announce").textContent = message.content; // screen readers hear the whole answer once
-  } catch (error) {
-    message.problem = error.message;
-    say(error.message);
-  } finally {
-    delete message.pending;
-    running.view.running(false);
-    running.view.finish();
-    running = null;
-    store.save();
+}
+
+function added({ conversation }, pieces) {
+  if (conversation !== current) return;
+  meter.draw();
+  lastView().append(pieces, () => {
+    end.follow();
+    showLegend();
+  });
+}
+
+function replaced({ conversation }) {
+  if (conversation === current) lastView().render();
+}
+
+function ended({ conversation, message }, error) {
+  if (error) warn(error.message);
+  if (error?.code === "resumed_elsewhere") note.show("server", "This answer goes on in another tab.");
+  if (conversation === current) {
+    const { activeElement } = document;
+    const unfocused = !activeElement || activeElement === document.body || activeElement === $("stop");
+    lastView().running(false);
+    showLegend();
+    meter.draw();
+    if (!error) say(message.content); // screen readers hear the whole answer once
+    end.follow();
     refresh();
-  }
+    if (unfocused) box.focus();
+  } else refresh();
 }
 
-function take(delta, message) {
-  const log = $("log");
-  const pinned = log.scrollHeight - log.scrollTop - log.clientHeight < 40;
-  const view = running.view;
-  if (delta.replace) {
-    message.content = delta.text;
-    message.pieces = [[delta.text, ""]];
-    view.render();
-  } else {
-    const pieces = delta.pieces ?? [[delta.text, delta.accepted ? (delta.drafter ?? "") : ""]];
-    for (const [text, drafter] of pieces) {
-      message.content += text;
-      const last = message.pieces.at(-1);
-      if (last && !drafter && !last[1]) last[0] += text;
-      else message.pieces.push([text, drafter]);
-      view.append(text, drafter);
-    }
-    meter.add(delta.tokens ?? 0, delta.accepted ?? 0);
-  }
-  if (pinned) log.scrollTop = log.scrollHeight;
-}
-
-function figures({ finish_reason: reason, usage, speculation, timings }) {
-  const parts = [];
-  if (usage) parts.push(`${usage.completion_tokens} tokens`);
-  if (timings?.tokens_per_second) parts.push(`${timings.tokens_per_second.toFixed(0)} tok/s`);
-  if (speculation?.acceptance_length) parts.push(`${speculation.acceptance_length.toFixed(2)} tokens a pass`);
-  if (reason === "length") parts.push("cut at the length limit");
-  if (reason === "cancelled") parts.push("stopped");
-  return parts.join(" · ");
-}
-
-function submit() {
-  const text = $("prompt").value.trim();
-  if (!text || running) return;
-  if (!current.messages.length) current.title = text.slice(0, 60);
-  const message = { role: "user", content: text };
-  current.messages.push(message);
-  if (!store.conversations.includes(current)) store.conversations.unshift(current);
-  addView(message, current.messages.length - 1);
-  $("prompt").value = "";
-  grow();
-  ask();
-  store.save();
-  $("log").scrollTop = $("log").scrollHeight;
-}
-
-// An answer that was streaming when the page was left goes on where it stopped.
-function resumePending() {
-  for (const conversation of store.conversations) {
-    const message = conversation.messages.at(-1);
-    if (!message?.pending?.response_id) continue;
-    show(conversation);
-    follow(client.resume(message.pending.response_id, message.pending.seq), conversation, message, $("log").lastChild.view);
-    return;
-  }
+function full() {
+  note.show("error", "The browser's storage is full: this conversation will not be kept.");
 }
 
 // --- page ---------------------------------------------------------------------------------------------------------
 
-function grow() {
-  const box = $("prompt");
-  box.style.height = "auto";
-  box.style.height = `${box.scrollHeight + 2}px`;
-}
-
-function openSide() {
-  $("side").classList.add("open");
-  $("shade").hidden = false;
-  $("side-open").setAttribute("aria-expanded", "true");
-  $("side-close").focus();
-}
-
-function closeSide() {
-  $("side").classList.remove("open");
-  $("shade").hidden = true;
-  $("side-open").setAttribute("aria-expanded", "false");
-}
-
-function openSettings() {
-  const s = store.settings;
-  for (const name of [...NUMBERS, "max_nodes"]) $(`s-${name}`).value = s[name] ?? "";
-  $("s-system").value = s.system ?? "";
-  $("s-mode").value = s.mode;
-  $("s-key").value = store.key;
-  if (!$("settings").open) $("settings").showModal();
-}
-
-function saveSettings() {
-  if ($("settings").returnValue !== "save") return;
-  const s = store.settings;
-  for (const name of [...NUMBERS, "max_nodes"]) {
-    const value = $(`s-${name}`).valueAsNumber;
-    if (Number.isNaN(value)) delete s[name];
-    else s[name] = value;
-  }
-  s.system = $("s-system").value;
-  s.mode = $("s-mode").value;
-  const changed = store.key !== $("s-key").value;
-  store.key = $("s-key").value;
-  store.save();
-  if (changed) openClient();
-}
+const stop = () => answers.of(current)?.answer.cancel();
 
 function tint(on) {
   store.settings.tint = on;
   document.body.classList.toggle("tint", on);
   $("tint").checked = on;
-  store.save();
 }
 
-$("form").addEventListener("submit", (event) => { event.preventDefault(); submit(); });
-$("prompt").addEventListener("keydown", (event) => {
-  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); submit(); }
+function escape() {
+  if ($("settings").open) return; // the dialog closes itself
+  if (drawer.open) drawer.close();
+  else if (editing !== null) stopEditing();
+  else stop();
+}
+
+function startNew() {
+  drawer.close();
+  show(store.create());
+  box.focus(true);
+}
+
+$("stop").addEventListener("click", stop);
+$("new").addEventListener("click", startNew);
+$("settings-open").addEventListener("click", () => settings.open());
+$("tint").addEventListener("change", (event) => {
+  tint(event.target.checked);
+  store.saveSettings();
 });
-$("prompt").addEventListener("input", grow);
-$("stop").addEventListener("click", () => running?.answer.cancel());
-$("new").addEventListener("click", () => { closeSide(); show(store.create()); $("prompt").focus(); });
-$("side-open").addEventListener("click", openSide);
-$("side-close").addEventListener("click", closeSide);
-$("shade").addEventListener("click", closeSide);
-$("settings-open").addEventListener("click", openSettings);
-$("settings").addEventListener("close", saveSettings);
-$("tint").addEventListener("change", (event) => tint(event.target.checked));
-document.addEventListener("keydown", (event) => {
-  if (event.key === "Escape" && !$("settings").open) { if ($("side").classList.contains("open")) closeSide(); else running?.answer.cancel(); }
-});
-window.addEventListener("pagehide", () => store.save());
+document.addEventListener("keydown", (event) => event.key === "Escape" && escape());
+window.addEventListener("storage", onStorage);
+window.addEventListener("pagehide", () => answers.saveAll());
 
 tint(store.settings.tint);
 openClient();
 show(store.conversations[0] ?? store.create());
-resumePending();
+answers.resume(client, true);

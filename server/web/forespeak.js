@@ -1,210 +1,257 @@
 // Forespeak's browser client: one socket, many answers, automatic resume. No dependencies, no build step.
 //
 //   import { connect } from "/forespeak.js";
-//   const client = connect();                                   // same host, or connect({ url, key })
+//   const client = connect();                                   // the server this file came from, or connect({ url, key })
 //   const answer = client.chat({ messages: [{ role: "user", content: "Hello" }], max_tokens: 200 });
 //   for await (const delta of answer) document.body.append(delta.text);
 //   console.log(await answer.done);                             // { finish_reason, usage, speculation, timings }
 //   answer.cancel();                                            // any time
 //
-// An answer is an async iterable of deltas { text, tokens, drafted, accepted, drafter?, replace? }. A delta with `replace: true`
-// carries the whole text so far (deltas were lost while the socket was down). Errors reject `answer.done` and end the loop.
-// A lost socket is opened again with growing pauses, and every running answer goes on where it stopped.
+// An answer is an async iterable of deltas { seq, text, tokens, drafted, accepted, drafter?, pieces?, replace? }. A delta with
+// `replace: true` carries the whole text so far (its deltas were lost while the socket was down). An error rejects `answer.done`
+// and ends the loop. A lost socket is opened again with growing pauses, and every running answer goes on where it stopped.
+// docs/clients.md has the rest.
 
 const FIRST_PAUSE_MS = 250;
 const LONGEST_PAUSE_MS = 8000;
-const FINAL_CLOSE_CODES = new Set([1008, 4401, 4408]); // refused: trying again cannot help
+const HEARTBEAT_MS = 15000; // a socket that is silent for two of these is taken for dead
+const REFUSED = new Set([1008, 4401, 4408]); // close codes after which trying again cannot help
+const TOO_BIG = 1009; // sending the same again would be closed again
 
 export class ForespeakError extends Error {
-  constructor(code, message, param) {
+  constructor(code, message, param = null) {
     super(message);
+    this.name = "ForespeakError";
     this.code = code;
-    this.param = param ?? null;
+    this.param = param;
   }
 }
 
 class Answer {
-  constructor(client, id, request) {
+  constructor(client, id, message) {
     this.id = id;
-    this.request = request;
-    this.responseId = null;
-    this.seq = -1; // last seq seen
-    this.started = null;
+    this.text = ""; // what has arrived
+    this.seq = -1; // number of the last message that arrived
+    this.started = null; // the server's `started` message
+    this.responseId = null; // with `seq` enough to go on from anywhere: client.resume(responseId, seq)
     this.finished = false;
+    this.cancelled = false; // cancel() was called
     this._client = client;
+    this._message = message; // asks for this answer, until it has a responseId
     this._queue = [];
-    this._wake = null;
-    this.done = new Promise((resolve, reject) => {
-      this._resolve = resolve;
-      this._reject = reject;
-    });
+    this._error = null;
+    this._wake = () => {};
+    this.done = new Promise((resolve, reject) => Object.assign(this, { _resolve: resolve, _reject: reject }));
     this.done.catch(() => {}); // a caller who only iterates gets the error from the loop
   }
 
+  // Stop. What has come stays; the answer ends with finish_reason "cancelled".
   cancel() {
-    if (!this.finished) this._client._send({ type: "cancel", id: this.id });
-  }
-
-  _push(item) {
-    this._queue.push(item);
-    this._wake?.();
-  }
-
-  _finish(result, error) {
-    if (this.finished) return;
-    this.finished = true;
-    this._error = error;
-    if (error) this._reject(error);
-    else this._resolve(result);
-    this._wake?.();
+    if (this.finished || this.cancelled) return;
+    this.cancelled = true;
+    this._client._cancel(this);
   }
 
   async *[Symbol.asyncIterator]() {
     for (;;) {
       while (this._queue.length) yield this._queue.shift();
-      if (this.finished) {
-        if (this._error) throw this._error;
-        return;
-      }
+      if (this._error) throw this._error;
+      if (this.finished) return;
       await new Promise((resolve) => (this._wake = resolve));
-      this._wake = null;
     }
+  }
+
+  // Take one of the server's messages for this answer.
+  _take(message) {
+    if (message.seq !== undefined) {
+      if (message.seq <= this.seq && message.type !== "snapshot") return; // replayed twice
+      this.seq = message.seq;
+    }
+    if (message.type === "started") {
+      this.started = message;
+      this.responseId = message.response_id;
+      this._client._tell("started", this);
+    } else if (message.type === "delta") {
+      this.text += message.text;
+      this._queue.push(message);
+    } else if (message.type === "snapshot") {
+      this.text = message.text;
+      this._queue.push({ ...message, replace: true });
+    } else if (message.type === "done") this._finish(message);
+    else if (message.type === "error") this._finish(null, new ForespeakError(message.code, message.message, message.param));
+    this._wake();
+  }
+
+  _finish(result, error = null) {
+    if (this.finished) return;
+    this.finished = true;
+    this._error = error;
+    this._client._answers.delete(this.id);
+    if (error) this._reject(error);
+    else this._resolve(result);
+    this._wake();
   }
 }
 
+// Events: "state" { state: "connecting" | "open" | "closed", hello?, code?, reason?, retryInMs? }, "started" (an Answer),
+// "notice" and "error" (the server's messages that belong to no answer), "pong". Each event's `detail` is what is named here.
 class Client extends EventTarget {
-  constructor({ url, key, protocols }) {
+  constructor({ url, key, heartbeatMs }) {
     super();
     this.url = url;
-    this.key = key ?? null;
-    this.protocols = protocols;
-    this.hello = null;
-    this.state = "closed"; // closed, connecting, open
+    this.hello = null; // the server's greeting while connected: { version, model, limits }
+    this.state = "closed";
+    this._key = key;
     this._answers = new Map();
-    this._pending = [];
-    this._pause = FIRST_PAUSE_MS;
     this._nextId = 1;
-    this._stopped = false;
+    this._pause = FIRST_PAUSE_MS;
+    this._stopped = null; // the error that ended this client for good
+    this._heartbeat = setInterval(() => this._beat(), heartbeatMs);
+    this._online = () => this.reconnect();
+    globalThis.addEventListener?.("online", this._online);
     this._open();
   }
 
-  // Ask for an answer. `request` is a chat message of the protocol without type and id.
-  chat(request) {
-    const answer = new Answer(this, `r${this._nextId++}-${Math.random().toString(36).slice(2, 8)}`, { resumable: true, ...request });
-    this._answers.set(answer.id, answer);
-    this._send({ type: "chat", id: answer.id, ...answer.request });
+  // Ask for an answer. `request` is the protocol's `chat` message without type and id; `signal` an AbortSignal that cancels it.
+  chat(request, { signal } = {}) {
+    const answer = this._add({ type: "chat", resumable: true, ...request });
+    if (signal?.aborted) answer.cancel();
+    else signal?.addEventListener("abort", () => answer.cancel(), { once: true });
     return answer;
   }
 
-  // Go on with an answer of an earlier page or socket: its response_id and the last seq that arrived.
+  // Go on with an answer of an earlier page or socket: its response_id and the number of the last message that arrived.
   resume(responseId, afterSeq) {
-    const answer = new Answer(this, `r${this._nextId++}-${Math.random().toString(36).slice(2, 8)}`, null);
-    answer.responseId = responseId;
-    answer.seq = afterSeq;
-    this._answers.set(answer.id, answer);
-    this._send({ type: "resume", id: answer.id, response_id: responseId, after_seq: afterSeq });
+    return this._add({ type: "resume", response_id: responseId, after_seq: afterSeq }, responseId, afterSeq);
+  }
+
+  // Do not wait for the pause before the next attempt to end.
+  reconnect() {
+    if (this.state !== "closed" || this._stopped) return;
+    clearTimeout(this._timer);
+    this._open();
+  }
+
+  // End for good. Running answers fail with code "closed"; resumable ones can be fetched by a new client for a while.
+  close() {
+    this._end(new ForespeakError("closed", "this client was closed"));
+    this._socket.close(1000);
+  }
+
+  _end(error) {
+    this._stopped ??= error;
+    clearTimeout(this._timer);
+    clearInterval(this._heartbeat);
+    globalThis.removeEventListener?.("online", this._online);
+    for (const answer of [...this._answers.values()]) answer._finish(null, error);
+  }
+
+  _add(message, responseId = null, seq = -1) {
+    const id = `r${this._nextId++}`;
+    const answer = new Answer(this, id, { ...message, id });
+    Object.assign(answer, { responseId, seq });
+    if (this._stopped) answer._finish(null, this._stopped);
+    else {
+      this._answers.set(id, answer);
+      if (this.hello) this._ask(answer);
+    }
     return answer;
   }
 
-  close() {
-    this._stopped = true;
-    clearTimeout(this._timer);
-    this._socket?.close(1000);
+  // Send what begins an answer, or what goes on with it on this socket.
+  _ask(answer) {
+    const { id, responseId, seq } = answer;
+    const resume = responseId !== null;
+    const text = JSON.stringify(resume ? { type: "resume", id, response_id: responseId, after_seq: seq } : answer._message);
+    const limit = this.hello.limits?.message_bytes ?? Infinity;
+    const size = new TextEncoder().encode(text).length;
+    if (size > limit) {
+      answer._finish(null, new ForespeakError("message_too_big", `the request has ${size} bytes; the server takes ${limit}`, "messages"));
+      return;
+    }
+    this._socket.send(text);
+    if (answer.cancelled) this._cancel(answer);
+  }
+
+  _cancel(answer) {
+    if (this.hello) this._socket.send(JSON.stringify({ type: "cancel", id: answer.id }));
+    else if (answer.responseId === null) answer._finish({ type: "done", id: answer.id, finish_reason: "cancelled" }); // never asked
+    // else it is cancelled once there is a socket again
+  }
+
+  // --- the socket
+
+  _tell(type, detail) {
+    this.dispatchEvent(new CustomEvent(type, { detail }));
   }
 
   _set(state, detail) {
     this.state = state;
-    this.dispatchEvent(new CustomEvent("state", { detail: { state, ...detail } }));
+    this._tell("state", { state, ...detail });
   }
 
   _open() {
     this._set("connecting");
-    const socket = new WebSocket(this.url, this.protocols);
+    const socket = new WebSocket(this.url, ["forespeak.v1.json"]);
     this._socket = socket;
-    socket.addEventListener("open", () => {
-      if (this.key) socket.send(JSON.stringify({ type: "auth", key: this.key }));
-    });
-    socket.addEventListener("message", (event) => this._receive(JSON.parse(event.data)));
-    socket.addEventListener("close", (event) => this._closed(event));
+    this._silent = false;
+    // Without a key a ping is sent, so that a server that wants one says so now and not when its patience ends.
+    const first = this._key ? { type: "auth", key: this._key } : { type: "ping" };
+    socket.addEventListener("open", () => socket.send(JSON.stringify(first)));
+    socket.addEventListener("message", (event) => socket === this._socket && this._receive(JSON.parse(event.data)));
+    socket.addEventListener("close", (event) => socket === this._socket && this._closed(event.code, event.reason));
   }
 
-  _closed(event) {
+  _beat() {
+    if (!this.hello) return;
+    if (this._silent) {
+      this._socket.close();
+      this._closed(1006, "the server does not answer");
+      return;
+    }
+    this._silent = true; // until anything arrives
+    this._socket.send('{"type":"ping"}');
+  }
+
+  _closed(code, reason) {
+    if (this.state === "closed") return;
     this.hello = null;
-    this._set("closed", { code: event.code, reason: event.reason });
-    if (FINAL_CLOSE_CODES.has(event.code)) this._stopped = true;
-    for (const answer of [...this._answers.values()]) {
-      // What was never started is sent again; what was started is resumed; the rest cannot go on.
-      if (this._stopped || (answer.responseId === null && answer.request === null)) {
-        this._answers.delete(answer.id);
-        answer._finish(null, new ForespeakError("disconnected", event.reason || "the connection was closed"));
+    if (code === TOO_BIG) {
+      for (const answer of [...this._answers.values()]) {
+        if (!answer.responseId) answer._finish(null, new ForespeakError("message_too_big", reason || "the request is too big"));
       }
     }
-    if (this._stopped) return;
-    this._pending = [];
-    const pause = this._pause * (0.5 + Math.random());
+    if (REFUSED.has(code)) this._end(new ForespeakError("refused", reason || "the server refused the connection"));
+    if (this._stopped) {
+      this._set("closed", { code, reason });
+      return;
+    }
+    const retryInMs = this._pause * (0.5 + Math.random());
     this._pause = Math.min(this._pause * 2, LONGEST_PAUSE_MS);
-    this._timer = setTimeout(() => this._open(), pause);
+    this._timer = setTimeout(() => this._open(), retryInMs);
+    this._set("closed", { code, reason, retryInMs });
   }
 
-  _send(message) {
-    if (this.hello && this._socket.readyState === WebSocket.OPEN) this._socket.send(JSON.stringify(message));
-    else this._pending.push(message);
+  _receive(message) {
+    this._silent = false;
+    const answer = this._answers.get(message.id);
+    if (message.type === "hello") this._ready(message);
+    else if (answer) answer._take(message);
+    else if (["notice", "pong", "error"].includes(message.type)) this._tell(message.type, message);
   }
 
   _ready(hello) {
     this.hello = hello;
     this._pause = FIRST_PAUSE_MS;
+    for (const answer of [...this._answers.values()]) this._ask(answer);
     this._set("open", { hello });
-    const queued = new Set(this._pending.map((message) => message.id));
-    for (const answer of this._answers.values()) {
-      if (queued.has(answer.id)) continue;
-      if (answer.responseId) this._send({ type: "resume", id: answer.id, response_id: answer.responseId, after_seq: answer.seq });
-      else this._send({ type: "chat", id: answer.id, ...answer.request });
-    }
-    for (const message of this._pending.splice(0)) this._send(message);
-  }
-
-  _receive(message) {
-    switch (message.type) {
-      case "hello":
-        return this._ready(message);
-      case "notice":
-        return this.dispatchEvent(new CustomEvent("notice", { detail: message }));
-      case "pong":
-        return this.dispatchEvent(new CustomEvent("pong", { detail: message }));
-    }
-    const answer = this._answers.get(message.id);
-    if (!answer) {
-      if (message.type === "error") this.dispatchEvent(new CustomEvent("error", { detail: message }));
-      return undefined;
-    }
-    if (message.seq !== undefined) {
-      if (message.seq <= answer.seq && message.type !== "snapshot") return undefined; // replayed twice
-      answer.seq = message.seq;
-    }
-    switch (message.type) {
-      case "started":
-        answer.responseId = message.response_id;
-        answer.started = message;
-        return this.dispatchEvent(new CustomEvent("started", { detail: { answer, message } }));
-      case "delta":
-        return answer._push(message);
-      case "snapshot":
-        return answer._push({ ...message, replace: true });
-      case "done":
-        this._answers.delete(answer.id);
-        return answer._finish(message);
-      case "error":
-        this._answers.delete(answer.id);
-        return answer._finish(null, new ForespeakError(message.code, message.message, message.param));
-    }
-    return undefined;
   }
 }
 
-// Open a connection. `url` defaults to this page's server, `key` is an API key (sent as the first message, never in the URL).
-export function connect({ url, key, protocols = ["forespeak.v1.json"] } = {}) {
-  const here = new URL("/v1/ws", location.href);
+// Open a connection. `url` is a WebSocket's address, by default of the server this file came from; `key` is an API key (sent as
+// the first message, never in the URL).
+export function connect({ url, key, heartbeatMs = HEARTBEAT_MS } = {}) {
+  const here = new URL("/v1/ws", import.meta.url);
   here.protocol = here.protocol.replace("http", "ws");
-  return new Client({ url: url ?? here.href, key, protocols });
+  return new Client({ url: url ?? here.href, key, heartbeatMs });
 }

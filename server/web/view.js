@@ -1,4 +1,6 @@
-// Messages and the conversation list as DOM. Text is only ever set as text, never as markup.
+// Messages, the conversation list and the note as DOM. Text is only ever set as text, never as markup.
+
+import { colour } from "/meter.js";
 
 function element(tag, className, text) {
   const node = document.createElement(tag);
@@ -17,70 +19,87 @@ function button(label, action, name) {
 
 const NAMES = { user: "You", assistant: "Model", system: "System" };
 
-// One message on the page. `actions` = { copy, retry, edit } callbacks, those that apply.
+// One message on the page. `actions` maps a button's label to its callback, which gets the button.
 export class MessageView {
-  constructor(message, meter, actions) {
+  constructor(message, actions) {
     this.message = message;
-    this.meter = meter;
+    this.actions = actions;
+    this.drafters = new Set();
     this.node = element("article", `message ${message.role}`);
-    this.node.append(element("div", "who", NAMES[message.role] ?? message.role));
+    this.node.setAttribute("aria-label", NAMES[message.role] ?? message.role);
     this.body = element("div", "body");
     this.foot = element("div", "foot");
-    this.node.append(this.body, this.foot);
-    this.actions = actions;
+    this.node.append(element("div", "who", NAMES[message.role] ?? message.role), this.body, this.foot);
     this.render();
   }
 
   // Draw everything from the message.
   render() {
-    this.body.replaceChildren();
     const { pieces, content } = this.message;
-    if (pieces) for (const [text, drafter] of pieces) this._piece(text, drafter);
-    else this.body.append(content);
+    this.body.replaceChildren();
+    this._waiting = [];
+    for (const piece of pieces ?? [[content, ""]]) this._add(...piece);
     this.finish();
   }
 
-  _piece(text, drafter) {
+  // Add streamed text with the next frame; `drafter` is "" when the model added it itself. `drawn` is called after that frame.
+  append(pieces, drawn) {
+    this._waiting.push(...pieces);
+    this._frame ??= requestAnimationFrame(() => {
+      this.flush();
+      drawn();
+    });
+  }
+
+  flush() {
+    if (this._frame) cancelAnimationFrame(this._frame);
+    this._frame = null;
+    for (const piece of this._waiting.splice(0)) this._add(...piece);
+  }
+
+  _add(text, drafter) {
     if (!text) return;
     const last = this.body.lastChild;
     if (drafter) {
-      const span = element("span", `draft ${this.meter.colour(drafter)}`, text);
+      const span = element("span", `draft ${colour(drafter)}`, text);
       span.title = `drafted by ${drafter}`;
       this.body.append(span);
+      this.drafters.add(drafter);
     } else if (last?.nodeType === Node.TEXT_NODE) last.appendData(text);
     else this.body.append(text);
-  }
-
-  // Add streamed text; `drafter` is "" when the model added it itself.
-  append(text, drafter) {
-    this._piece(text, drafter);
   }
 
   running(on) {
     this.node.classList.toggle("running", on);
     this.node.setAttribute("aria-busy", String(on));
+    if (on) this.foot.replaceChildren();
+    else this.finish();
   }
 
-  // The line under a finished message.
+  // The line under a message.
   finish() {
+    this.flush();
     this.foot.replaceChildren();
     const { figures, problem } = this.message;
     if (problem) this.foot.append(element("span", "problem", problem));
     if (figures) this.foot.append(element("span", "", figures));
     for (const [label, action] of Object.entries(this.actions)) {
-      this.foot.append(button(label, () => action(this.foot), `${label} this message`));
+      const node = button(label, () => action(node), `${label} this message`);
+      node.className = label.toLowerCase();
+      this.foot.append(node);
     }
   }
 }
 
-// The list at the side.
-export function renderList(list, conversations, current, open, remove) {
+// The list at the side. `running` tells which conversations are being answered.
+export function renderList(list, conversations, current, { running, open, remove }) {
   list.replaceChildren(
     ...conversations.map((conversation) => {
-      const item = element("li", conversation.id === current?.id ? "current" : "");
+      const item = element("li", conversation === current ? "current" : "");
       const title = button(conversation.title, () => open(conversation));
       title.className = "open";
-      if (conversation.id === current?.id) title.setAttribute("aria-current", "true");
+      if (conversation === current) title.setAttribute("aria-current", "true");
+      if (running(conversation)) title.append(element("span", "busy", " …"));
       const cross = button("✕", () => remove(conversation), `Delete ${conversation.title}`);
       cross.className = "remove";
       item.append(title, cross);
@@ -89,6 +108,34 @@ export function renderList(list, conversations, current, open, remove) {
   );
 }
 
+// Which colour stands for which drafter.
+export function renderLegend(legend, drafters) {
+  legend.replaceChildren(...[...drafters].map((name) => element("span", colour(name), name)));
+}
+
 export function emptyNote() {
   return element("p", "empty", "Ask something. Every step drafts several tokens ahead and keeps only what the model itself would have said.");
+}
+
+// The line above the box: what is going on with the connection, an error, an offer. One text at a time, the newest.
+export class Note {
+  constructor(node) {
+    this.node = node;
+  }
+
+  // `kind` names what it is about, so that only `clear(kind)` takes it away; `action` is [label, callback].
+  show(kind, text, action) {
+    this.kind = kind;
+    this.node.replaceChildren(element("span", "", text));
+    if (action) this.node.append(button(action[0], () => { this.clear(kind); action[1](); }));
+    this.node.append(button("✕", () => this.clear(kind), "Dismiss"));
+    this.node.hidden = false;
+  }
+
+  clear(kind) {
+    if (kind !== this.kind) return;
+    this.kind = null;
+    this.node.hidden = true;
+    this.node.replaceChildren();
+  }
 }

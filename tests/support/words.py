@@ -42,6 +42,7 @@ def words_settings(folder: Path, **fields: object) -> Settings:
         "port": 0,
         "drafters": "suffix",
         "threads": 1,
+        "backend": "reference",
         "kv_memory": 2**28,
         "cache_dir": str(folder / "cache"),
         "drain_seconds": 1.0,
