@@ -19,6 +19,7 @@ from server.protocol import Chat, choose_codec
 from server.service import Service
 from server.session import CLOSE_NO_KEY, CLOSE_RESTART, CLOSE_SLOW, CLOSE_TOO_MANY, Begin, Session, SessionSettings
 from server.stream import ChatStream
+from server.tool_shapes import CallReader
 
 log = logging.getLogger("forespeak.server")
 
@@ -183,8 +184,12 @@ class Connection:
         if chat.n is not None and chat.n != 1:
             raise invalid("n", f"n is {chat.n}; on this socket every chat has one answer, send several chats instead")
         stream.top_logprobs = chat_logprobs_wanted(chat.logprobs, chat.top_logprobs, self._limits)
-        prompt = await service.chat_prompt(plain_messages(chat.messages, self._limits))
-        prepared = service.prepare(prompt, chat, tenant=stream.tenant, arrival=arrival, logprobs=stream.top_logprobs)
+        tools = service.tools(chat.tools, chat.tool_choice, chat.parallel_tool_calls)
+        stream.reader = CallReader(tools) if tools is not None else None
+        prompt = await service.chat_prompt(plain_messages(chat.messages, self._limits), tools)
+        prepared = service.prepare(
+            prompt, chat, tenant=stream.tenant, arrival=arrival, logprobs=stream.top_logprobs, tools=tools
+        )
 
         def notify() -> None:
             stream.on_progress(time.monotonic())

@@ -78,3 +78,19 @@ def _find(value: Any, path: str, depth: int) -> str | None:
     else:
         return None
     return next((found for name, item in items if (found := _find(item, name, depth + 1)) is not None), None)
+
+
+def check_depth(name: str, value: Any, limit: int) -> None:
+    """Raise ApiError when a free-form value is nested deeper than `limit`."""
+    level: list[Any] = [value]
+    for _ in range(limit):
+        level = [item for each in level for item in _children(each)]
+        if not level:
+            return
+    raise invalid(name, f"{name} is nested more than {limit} levels deep")
+
+
+def _children(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    return value if isinstance(value, list) else []

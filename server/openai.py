@@ -8,11 +8,10 @@ are equal.
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -23,24 +22,13 @@ from server.decoding import TypedDecoder
 from server.generation import Generation, Piece
 from server.httpio import DONE_EVENT, EventStream, Gone, json_response, read_body, sse_event, unless_gone
 from server.messages import plain_messages
+from server.openai_shapes import ChatShape, CompletionShape, Shape
 from server.openai_types import ChatRequest, CompletionRequest, TokenizeRequest
 from server.service import Prepared, Service
 
 _chat = TypedDecoder[ChatRequest](ChatRequest)
 _completion = TypedDecoder[CompletionRequest](CompletionRequest)
 _tokenize = TypedDecoder[TokenizeRequest](TokenizeRequest)
-
-
-class Shape(Protocol):
-    """How one endpoint words an answer. `index` is the choice's number."""
-
-    id: str
-
-    def opening(self, index: int) -> dict[str, Any] | None: ...
-    def chunk(self, index: int, piece: Piece) -> dict[str, Any]: ...
-    def closing(self, index: int, generation: Generation) -> list[dict[str, Any]]: ...
-    def summary(self) -> dict[str, Any]: ...
-    def whole(self, pieces: Sequence[Piece], generations: Sequence[Generation]) -> dict[str, Any]: ...
 
 
 @dataclass(slots=True)
@@ -107,7 +95,8 @@ async def stream_events(answer: Answer, shape: Shape, with_usage: bool) -> Async
             ended = generation.ended  # read before taking, so that nothing can come after the closing chunk
             piece = generation.take()
             if piece is not None:
-                yield sse_event(shape.chunk(index, piece) | usage)
+                for chunk in shape.chunks(index, piece):
+                    yield sse_event(chunk | usage)
             if generation.error is not None:
                 answer.cancel()
                 yield sse_event(generation.error.body())
@@ -151,105 +140,6 @@ async def respond(request: Request, answer: Answer, shape: Shape, stream: bool, 
         raise
 
 
-def new_id(prefix: str) -> str:
-    return prefix + secrets.token_urlsafe(18)
-
-
-class ChatShape:
-    """chat.completion and chat.completion.chunk."""
-
-    def __init__(self, service: Service, top_logprobs: int | None) -> None:
-        self.id = new_id("chatcmpl-")
-        self._created = int(time.time())
-        self._model = service.model
-        self._tokenizer = service.text.tokenizer
-        self._top = top_logprobs
-
-    def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
-        if self._top is None:
-            return None
-        content = shapes.chat_logprobs(self._tokenizer, piece.token_ids, piece.logprobs, self._top)
-        return {"content": content, "refusal": None}
-
-    def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self._created, "model": self._model}
-
-    def _chunk(self, index: int, delta: dict[str, Any], logprobs: Any, finish_reason: str | None) -> dict[str, Any]:
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-        return self._head("chat.completion.chunk") | {"choices": [choice]}
-
-    def opening(self, index: int) -> dict[str, Any]:
-        return self._chunk(index, {"role": "assistant", "content": ""}, None, None)
-
-    def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
-        return self._chunk(index, {"content": piece.text}, self._logprobs(piece), None)
-
-    def closing(self, index: int, generation: Generation) -> list[dict[str, Any]]:
-        return [self._chunk(index, {}, None, generation.finish_reason)]
-
-    def summary(self) -> dict[str, Any]:
-        return self._head("chat.completion.chunk") | {"choices": []}
-
-    def whole(self, pieces: Sequence[Piece], generations: Sequence[Generation]) -> dict[str, Any]:
-        choices = [
-            {
-                "index": index,
-                "message": {"role": "assistant", "content": piece.text, "refusal": None},
-                "logprobs": self._logprobs(piece),
-                "finish_reason": generation.finish_reason,
-            }
-            for index, (piece, generation) in enumerate(zip(pieces, generations, strict=True))
-        ]
-        return self._head("chat.completion") | {"choices": choices}
-
-
-class CompletionShape:
-    """text_completion. With `echo` the prompts' text comes first."""
-
-    def __init__(self, service: Service, top_logprobs: int | None, echoes: Sequence[str]) -> None:
-        self.id = new_id("cmpl-")
-        self._created = int(time.time())
-        self._model = service.model
-        self._tokenizer = service.text.tokenizer
-        self._top = top_logprobs
-        self._echoes = echoes
-        self._offsets: dict[int, int] = {}
-
-    def _head(self) -> dict[str, Any]:
-        return {"id": self.id, "object": "text_completion", "created": self._created, "model": self._model}
-
-    def _choice(self, index: int, text: str, logprobs: Any, finish_reason: str | None) -> dict[str, Any]:
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
-
-    def _logprobs(self, index: int, piece: Piece) -> dict[str, Any] | None:
-        if self._top is None:
-            return None
-        offset = self._offsets.get(index, 0)
-        self._offsets[index] = offset + len(piece.text)
-        return shapes.completion_logprobs(self._tokenizer, piece.token_ids, piece.logprobs, self._top, offset)
-
-    def opening(self, index: int) -> dict[str, Any] | None:
-        if not self._echoes:
-            return None
-        return self._head() | {"choices": [self._choice(index, self._echoes[index], None, None)]}
-
-    def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
-        return self._head() | {"choices": [self._choice(index, piece.text, self._logprobs(index, piece), None)]}
-
-    def closing(self, index: int, generation: Generation) -> list[dict[str, Any]]:
-        return [self._head() | {"choices": [self._choice(index, "", None, generation.finish_reason)]}]
-
-    def summary(self) -> dict[str, Any]:
-        return self._head() | {"choices": []}
-
-    def whole(self, pieces: Sequence[Piece], generations: Sequence[Generation]) -> dict[str, Any]:
-        choices = []
-        for index, (piece, generation) in enumerate(zip(pieces, generations, strict=True)):
-            text = (self._echoes[index] if self._echoes else "") + piece.text
-            choices.append(self._choice(index, text, self._logprobs(index, piece), generation.finish_reason))
-        return self._head() | {"choices": choices}
-
-
 async def chat_completions(request: Request) -> Response:
     arrival = time.perf_counter()
     service: Service = request.app.state.service
@@ -258,10 +148,11 @@ async def chat_completions(request: Request) -> Response:
     service.check_model(body.model)
     with_usage = openai_types.wants_usage(body.stream, body.stream_options)
     top = openai_types.chat_logprobs_wanted(body.logprobs, body.top_logprobs, service.limits)
-    prompt = await service.chat_prompt(plain_messages(body.messages, service.limits))
-    prepared = service.prepare(prompt, body, tenant=request.state.tenant, arrival=arrival, logprobs=top)
+    tools = service.tools(body.tools, body.tool_choice, body.parallel_tool_calls)
+    prompt = await service.chat_prompt(plain_messages(body.messages, service.limits), tools)
+    prepared = service.prepare(prompt, body, tenant=request.state.tenant, arrival=arrival, logprobs=top, tools=tools)
     answer = begin(service, [prepared])
-    return await respond(request, answer, ChatShape(service, top), bool(body.stream), with_usage)
+    return await respond(request, answer, ChatShape(service, top, tools, prepared.n), bool(body.stream), with_usage)
 
 
 async def completions(request: Request) -> Response:

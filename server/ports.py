@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from server.text import Vocabulary
+from server.tools import Format, detect_format
 
 
 class Tokenizer(Vocabulary, Protocol):
@@ -14,6 +15,10 @@ class Tokenizer(Vocabulary, Protocol):
 
     @property
     def vocab_size(self) -> int: ...
+    @property
+    def longest_token_bytes(self) -> int: ...
+    @property
+    def chat_template(self) -> str | None: ...
     def encode(self, text: str) -> list[int]: ...
     def decode(self, ids: Sequence[int]) -> str: ...
 
@@ -21,6 +26,8 @@ class Tokenizer(Vocabulary, Protocol):
 class Template(Protocol):
     """Messages to the prompt's token ids. Raises RequestError with the template's own message."""
 
+    @property
+    def supports_tools(self) -> bool: ...
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
     ) -> list[int]: ...
@@ -32,9 +39,8 @@ class TextTools:
 
     tokenizer: Tokenizer
     template: Template
-    longest_token_bytes: int
+    tool_format: Format | None  # None: the template knows no tools
 
     @staticmethod
     def of(tokenizer: Tokenizer, template: Template) -> TextTools:
-        longest = max(len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size))
-        return TextTools(tokenizer, template, max(1, longest))
+        return TextTools(tokenizer, template, detect_format(tokenizer.chat_template) if template.supports_tools else None)

@@ -42,6 +42,7 @@ class Chat(SamplingOptions, tag="chat", kw_only=True):
     pace: bool | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
 
 
 class Cancel(msgspec.Struct, tag="cancel", kw_only=True):
@@ -91,6 +92,7 @@ class Delta(msgspec.Struct, tag="delta", kw_only=True, omit_defaults=True):
     accepted: int
     drafter: str | None = None
     pieces: list[tuple[str, str]] | None = None
+    tool_calls: list[dict[str, Any]] | None = None  # beginnings and pieces of calls, as chat completions streams them
     logprobs: list[dict[str, Any]] | None = None
 
 

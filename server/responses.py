@@ -1,25 +1,22 @@
-"""POST /v1/responses, JSON and server-sent events, and the builder of response objects and events that its socket shares.
+"""POST /v1/responses, JSON and server-sent events, and what its socket shares: from a request to a plan to its events.
 
-Knows the Responses API's shapes and conversations by id; refuses to know sockets and engines.
+Knows conversations by id; refuses to know the wording of events (response_builder), sockets and engines.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server import shapes
-from server.api_error import ApiError
 from server.decoding import TypedDecoder
-from server.generation import Generation, Piece
 from server.histories import Histories, Messages
 from server.httpio import EventStream, Gone, json_response, read_body, sse_event, unless_gone
-from server.openai import Answer, Route, begin, new_id
+from server.openai import Answer, Route, begin
+from server.response_builder import Event, ResponseBuilder
 from server.responses_types import (
     ResponsesRequest,
     check_supported,
@@ -31,8 +28,6 @@ from server.responses_types import (
 from server.service import Prepared, Service
 
 _decoder = TypedDecoder[ResponsesRequest](ResponsesRequest)
-
-Event = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,143 +53,15 @@ async def plan(service: Service, body: ResponsesRequest, tenant: str, arrival: f
     generate = body.generate is not False
     conversation = [*earlier, *input_messages(body.input, service.limits, may_be_empty=not generate or bool(earlier))]
     top = wanted_logprobs(body, service.limits)
-    builder = ResponseBuilder(service, body, top)
+    tools = service.tools(body.tools, body.tool_choice, body.parallel_tool_calls)
+    builder = ResponseBuilder(service.model, service.text.tokenizer, body, top, tools)
     if not generate:
         return Plan(None, builder, conversation)
     instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    prompt = await service.chat_prompt([*instructions, *conversation])
+    prompt = await service.chat_prompt([*instructions, *conversation], tools)
     options = sampling_options(body)
-    prepared = service.prepare(prompt, options, tenant=tenant, arrival=arrival, logprobs=top, param="input")
+    prepared = service.prepare(prompt, options, tenant=tenant, arrival=arrival, logprobs=top, param="input", tools=tools)
     return Plan(prepared, builder, conversation)
-
-
-class ResponseBuilder:
-    """Words one response. Every event gets the next sequence number; `stream_id` is echoed when there is one."""
-
-    def __init__(
-        self, service: Service, body: ResponsesRequest, top_logprobs: int | None, stream_id: str | None = None
-    ) -> None:
-        self.id = new_id("resp_")
-        self.stream_id = stream_id
-        self.text = ""
-        self._item_id = new_id("msg_")
-        self._created = time.time()
-        self._model = service.model
-        self._tokenizer = service.text.tokenizer
-        self._body = body
-        self._top = top_logprobs
-        self._logprobs: list[dict[str, Any]] = []
-        self._sequence = 0
-        self._open = False  # the message item has been announced
-
-    # ---- events
-
-    def _event(self, kind: str, **fields: Any) -> Event:
-        event = {"type": kind, "sequence_number": self._sequence, **fields}
-        self._sequence += 1
-        if self.stream_id is not None:
-            event["stream_id"] = self.stream_id
-        return event
-
-    def _part_event(self, kind: str, **fields: Any) -> Event:
-        return self._event(kind, item_id=self._item_id, output_index=0, content_index=0, **fields)
-
-    def opening(self) -> list[Event]:
-        return [self._event(f"response.{kind}", response=self.object("in_progress")) for kind in ("created", "in_progress")]
-
-    def piece(self, piece: Piece) -> Iterator[Event]:
-        """Events of new text; the first also announces the message it belongs to."""
-        if not self._open:
-            yield from self._announce()
-        text, logprobs = piece.text, self._token_logprobs(piece)
-        self.text += text
-        self._logprobs += logprobs
-        if text or logprobs:
-            yield self._part_event("response.output_text.delta", delta=text, logprobs=logprobs)
-
-    def _announce(self) -> Iterator[Event]:
-        self._open = True
-        item = {"id": self._item_id, "type": "message", "role": "assistant", "status": "in_progress", "content": []}
-        yield self._event("response.output_item.added", output_index=0, item=item)
-        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-        yield self._part_event("response.content_part.added", part=part)
-
-    def closing(self, generation: Generation) -> Iterator[Event]:
-        """The last events: done for all that is open, then completed, incomplete or failed."""
-        if generation.error is not None:
-            yield self.failure(generation.error)
-            return
-        if not self._open:
-            yield from self._announce()
-        status = self._status(generation)
-        yield self._part_event("response.output_text.done", text=self.text, logprobs=self._logprobs)
-        yield self._part_event("response.content_part.done", part=self._content())
-        yield self._event("response.output_item.done", output_index=0, item=self._item(status))
-        yield self._event(f"response.{status}", response=self.object(status, generation))
-
-    def failure(self, error: ApiError) -> Event:
-        return self._event("response.failed", response=self.object("failed", error=error))
-
-    def prepared_only(self) -> list[Event]:
-        """Events of a request with generate false: it is remembered, and has no output."""
-        return [*self.opening(), self._event("response.completed", response=self.object("completed"))]
-
-    # ---- objects
-
-    @staticmethod
-    def _status(generation: Generation) -> str:
-        return "completed" if generation.finish_reason == "stop" else "incomplete"
-
-    def _token_logprobs(self, piece: Piece) -> list[dict[str, Any]]:
-        if self._top is None:
-            return []
-        return shapes.chat_logprobs(self._tokenizer, piece.token_ids, piece.logprobs, self._top)
-
-    def _content(self) -> dict[str, Any]:
-        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": self._logprobs}
-
-    def _item(self, status: str) -> dict[str, Any]:
-        return {"id": self._item_id, "type": "message", "role": "assistant", "status": status, "content": [self._content()]}
-
-    def object(self, status: str, generation: Generation | None = None, error: ApiError | None = None) -> dict[str, Any]:
-        """The response object, complete when its generation has ended."""
-        body = self._body
-        incomplete = "max_output_tokens" if status == "incomplete" else None
-        if generation is not None and generation.finish_reason == "cancelled":
-            incomplete = "cancelled"
-        result: dict[str, Any] = {
-            "id": self.id, "object": "response", "created_at": self._created, "status": status,
-            "completed_at": time.time() if status == "completed" else None, "background": False,
-            "error": None, "incomplete_details": {"reason": incomplete} if incomplete else None,
-            "instructions": body.instructions, "max_output_tokens": body.max_output_tokens, "metadata": body.metadata or {},
-            "model": self._model, "output": [], "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "previous_response_id": body.previous_response_id, "temperature": 1.0 if body.temperature is None else body.temperature,
-            "text": {"format": (body.text.format if body.text is not None else None) or {"type": "text"}},
-            "tool_choice": body.tool_choice or "auto", "tools": body.tools or [], "top_logprobs": self._top or 0,
-            "top_p": 1.0 if body.top_p is None else body.top_p, "truncation": "disabled", "store": body.store is not False,
-            "usage": None, "service_tier": "default",
-        }  # fmt: skip
-        if error is not None:
-            code = "server_error" if error.status >= 500 else error.code
-            result["error"] = {"code": code, "message": error.message, "param": error.param, "type": error.type}
-        if generation is not None:
-            figures = [generation.figures]
-            result["output"] = [self._item(status)]
-            result["usage"] = _usage(shapes.usage(figures))
-            result["speculation"] = shapes.speculation(figures)
-            result["timings"] = shapes.timings(figures)
-        return result
-
-
-def _usage(usage: dict[str, Any]) -> dict[str, Any]:
-    cached = usage["prompt_tokens_details"]["cached_tokens"]
-    return {
-        "input_tokens": usage["prompt_tokens"],
-        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
-        "output_tokens": usage["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": usage["total_tokens"],
-    }
 
 
 async def run(plan: Plan, answer: Answer, remember: Callable[[str, Messages], None]) -> AsyncIterator[Event]:
@@ -211,9 +78,10 @@ async def run(plan: Plan, answer: Answer, remember: Callable[[str, Messages], No
         if ended:
             break
         await answer.wait()
+    last = list(builder.closing(generation))
     if generation.error is None:
-        remember(builder.id, [*plan.conversation, {"role": "assistant", "content": builder.text}])
-    for event in builder.closing(generation):
+        remember(builder.id, [*plan.conversation, builder.message()])
+    for event in last:
         yield event
 
 

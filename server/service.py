@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from server.api_error import ApiError, from_request_error, invalid
+from server.decoding import check_depth
 from server.engine_client import EngineClient, EngineState
 from server.generation import Generation
 from server.limits import Admission, Limits
@@ -27,6 +28,7 @@ from server.metrics import Metrics
 from server.options import SamplingOptions, choices, sampling_params, speculation_policy, stop_strings, token_limit
 from server.ports import TextTools
 from server.text import StopMatcher, TextStream
+from server.tools import Tools, read_tools
 from server.wire import Ready
 from spec.errors import RequestError
 from spec.request import Request, SamplingParams, SpeculationPolicy
@@ -93,12 +95,19 @@ class Service:
 
     # ---- prompts
 
-    async def chat_prompt(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
-    ) -> list[int]:
+    async def chat_prompt(self, messages: Sequence[Mapping[str, Any]], tools: Tools | None = None) -> list[int]:
         """Token ids of a conversation through the model's template. Raises ApiError with the template's message."""
         self._check_bytes(byte_size(messages), "messages")
-        return await self._in_pool(lambda: self.text.template.encode_chat(messages, tools))
+        declared = tools.declared if tools is not None else None
+        return await self._in_pool(lambda: self.text.template.encode_chat(messages, declared))
+
+    def tools(
+        self, declared: Sequence[Mapping[str, Any]] | None, choice: str | Mapping[str, Any] | None, parallel: bool | None
+    ) -> Tools | None:
+        """The checked tools of a request, None when it uses none."""
+        for name, value in (("tools", declared), ("tool_choice", choice)):
+            check_depth(name, value, self.limits.depth)
+        return read_tools(declared, choice, parallel, self.text.tool_format, self.limits)
 
     async def text_prompt(self, prompt: str) -> list[int]:
         self._check_bytes(len(prompt.encode()), "prompt")
@@ -113,7 +122,7 @@ class Service:
     def _check_bytes(self, size: int, param: str) -> None:
         """Refuse text that cannot fit before spending time on it: no token is longer than the longest token."""
         context = self.check_open().context
-        least = size // self.text.longest_token_bytes
+        least = size // self.text.tokenizer.longest_token_bytes
         if least >= context:
             raise self._too_long(f"at least {least}", context, param)
 
@@ -139,9 +148,11 @@ class Service:
         logprobs: int | None = None,
         param: str = "messages",
         continuation: bool = False,
+        tools: Tools | None = None,
     ) -> Prepared:
         """Check the prompt's length and every option. Raises ApiError naming the field."""
         ready = self.check_open()
+        check_depth("response_format", options.response_format, self.limits.depth)
         if not prompt_ids:
             raise invalid(param, f"{param} is empty; at least one token is needed")
         room = ready.context - len(prompt_ids)
@@ -155,6 +166,11 @@ class Service:
             limits=self.limits,
             drawn_seed=self._seeds.getrandbits(63),
         )
+        forced = tools.grammar() if tools is not None else None
+        if forced is not None:
+            if sampling.grammar is not None:
+                raise invalid("response_format", "response_format and a forced tool call cannot be combined")
+            sampling = msgspec.structs.replace(sampling, grammar=forced)
         return Prepared(
             prompt_ids=tuple(prompt_ids),
             sampling=sampling,

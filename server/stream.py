@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
@@ -19,6 +20,7 @@ from server.pace import Pacer
 from server.ports import Tokenizer
 from server.protocol import AnswerMessage, ClientId, Delta, Done, Error, Snapshot, Started
 from server.ring import Ring
+from server.tool_shapes import CallReader
 
 
 class ChatStream:
@@ -32,6 +34,7 @@ class ChatStream:
         self.response_id = "resp_" + secrets.token_urlsafe(24)
         self.resumable = resumable
         self.top_logprobs: int | None = None
+        self.reader: CallReader | None = None  # set before the beginning when the request has tools
         self.wake: Callable[[], None] = lambda: None  # of the attached session
         self.cancelled = False
         self.finished = False  # its last message has been taken
@@ -40,6 +43,7 @@ class ChatStream:
         self._pacer = Pacer() if pace else None
         self._ring: Ring[AnswerMessage] = Ring(ring_frames)
         self._text: list[str] = []
+        self._reader_finished = False
         self._replay: deque[AnswerMessage | Snapshot] = deque()
 
     @property
@@ -122,21 +126,34 @@ class ChatStream:
             return self._delta(piece)
         if not ended or self.next_time() is not None:
             return None
-        return self._ending(generation)
+        rest = self._rest_of_calls()
+        return rest if rest is not None else self._ending(generation)
 
     def _delta(self, piece: Piece) -> Delta:
-        text = piece.text
+        text, runs, calls = piece.text, piece.runs(), None
+        if self.reader is not None:
+            text, calls = _split(self.reader.feed(text))
         self._text.append(text)
-        runs = piece.runs()
-        accepted = piece.accepted
         drafter = next((name for _, name in piece.parts if name), None)
         logprobs = None
         if self.top_logprobs is not None:
             logprobs = shapes.chat_logprobs(self._tokenizer, piece.token_ids, piece.logprobs, self.top_logprobs)
         return Delta(
             id=self.client_id, seq=self.seq, text=text, tokens=len(piece.token_ids), drafted=piece.drafted,
-            accepted=accepted, drafter=drafter, pieces=runs if len(runs) > 1 and drafter else None, logprobs=logprobs,
+            accepted=piece.accepted, drafter=drafter, logprobs=logprobs, tool_calls=calls,
+            pieces=runs if len(runs) > 1 and drafter and self.reader is None else None,
         )  # fmt: skip
+
+    def _rest_of_calls(self) -> Delta | None:
+        """Text that could have become a tool call and did not."""
+        if self.reader is None or self._reader_finished:
+            return None
+        self._reader_finished = True
+        text, calls = _split(self.reader.finish())
+        if not text and calls is None:
+            return None
+        self._text.append(text)
+        return Delta(id=self.client_id, seq=self.seq, text=text, tokens=0, drafted=0, accepted=0, tool_calls=calls)
 
     def _ending(self, generation: Generation) -> Done | Error:
         if generation.error is not None:
@@ -146,7 +163,16 @@ class ChatStream:
                 id=self.client_id, seq=seq, code=error.code or "internal_error", message=error.message, param=error.param
             )
         figures: list[Figures] = [generation.figures]
+        reason, reader = str(generation.finish_reason), self.reader
         return Done(
-            id=self.client_id, seq=self.seq, finish_reason=str(generation.finish_reason), usage=shapes.usage(figures),
-            speculation=shapes.speculation(figures), timings=shapes.timings(figures),
+            id=self.client_id, seq=self.seq, finish_reason=reason if reader is None else reader.reason(reason),
+            usage=shapes.usage(figures), speculation=shapes.speculation(figures), timings=shapes.timings(figures),
+            tool_calls=reader.calls if reader is not None and reader.calls else None,
         )  # fmt: skip
+
+
+def _split(deltas: list[dict[str, Any]]) -> tuple[str, list[dict[str, Any]] | None]:
+    """(visible text, pieces of tool calls) of a reader's deltas."""
+    text = "".join(delta.get("content", "") for delta in deltas)
+    calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+    return text, calls or None

@@ -90,7 +90,7 @@ def test_failure_in_the_middle_of_a_stream(text: TextTools) -> None:
         with pytest.raises(openai.APIError) as broken:
             seen.extend(iter(stream))
         assert broken.value.code == "engine_crashed"
-        assert len(seen) > 3
+        assert len(seen) > 1
         raw = server.http.post(
             "/v1/chat/completions", json={"messages": [{"role": "user", "content": "!"}], "stream": True}
         ).text

@@ -24,7 +24,7 @@ from spec.request import Request, StepCounts, TokenEvent, TokenLogprob
 
 VOCABULARY = 512
 CONTEXT = 512
-END = 258
+START, END = 257, 258
 FAULTS = {ord("!"): "raise", ord("#"): "stop", ord("$"): "kill"}
 FAULT_AT = 6
 
@@ -91,10 +91,10 @@ class ToyEngine:
         for _ in range(count):
             self._maybe_fail(request, len(answer.tokens))
             last = answer.tokens[-1] if answer.tokens else request.prompt_ids[-1]
-            token = next_token(request, len(answer.tokens), last)
+            token = self._next(request, len(answer.tokens), last)
             answer.tokens.append(token)
             run.append(token)
-            if token in sampling.stop_token_ids:
+            if token == END or token in sampling.stop_token_ids:
                 reason, stop = "stop", token
                 break
         if reason is None and len(answer.tokens) >= min(sampling.max_tokens, CONTEXT - len(request.prompt_ids)):
@@ -114,6 +114,9 @@ class ToyEngine:
             request.id, tuple(run), sources, logprobs, StepCounts(drafted, accepted, {"toy": drafted} if drafted else {}, {"toy": accepted} if accepted else {}),
             started=first, cached_tokens=cached, queue_seconds=0.001, finish_reason=reason, stop_token=stop,
         )  # fmt: skip
+
+    def _next(self, request: Request, position: int, last: int) -> int:
+        return next_token(request, position, last)
 
     def _maybe_fail(self, request: Request, position: int) -> None:
         if position < FAULT_AT:
@@ -148,3 +151,19 @@ def build(settings: Settings) -> tuple[ToyEngine, Ready]:
         raise ConfigError("the toy engine was told not to start")
     ready = Ready("toy", VOCABULARY, CONTEXT, 1024, 16, ("toy",), "toy", 0.0)
     return ToyEngine(options), ready
+
+
+class EchoEngine(ToyEngine):
+    """Says the last message of its ChatML prompt, token by token."""
+
+    def _next(self, request: Request, position: int, last: int) -> int:
+        ids = list(request.prompt_ids)
+        starts = [i for i, token in enumerate(ids) if token == START]
+        message = ids[starts[-2] : starts[-1]]  # the last one opens the answer
+        text = message[message.index(ord("\n")) + 1 : message.index(END)]
+        return text[position] if position < len(text) else END
+
+
+def build_echo(settings: Settings) -> tuple[ToyEngine, Ready]:
+    engine, ready = build(settings)
+    return EchoEngine(engine._options), ready
