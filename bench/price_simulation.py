@@ -17,6 +17,7 @@ import random
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 
 from drafters.growth import Growth, Node, worthwhile
 from spec.budget import PriceSpeculator
@@ -69,10 +70,11 @@ MACHINES = (
 
 @dataclass(frozen=True)
 class World:
-    """`acceptance`: mean chance that a first guess is right."""
+    """`acceptance`: mean chance that a first guess is right; `second`: share of the rest that the second guess takes."""
 
     acceptance: float
     seed: int = 0
+    second: float = 0.35
 
     def kinds(self) -> tuple[float, float]:
         """First-guess chances at hard and at easy positions; both are equally common."""
@@ -82,7 +84,7 @@ class World:
     def chances(self, stream: int, position: int) -> tuple[float, float, float]:
         """True chances of the three guesses at a position."""
         first = self.kinds()[_hash(self.seed, stream, position, 0) & 1]
-        return first, 0.35 * (1.0 - first), 0.15 * (1.0 - first)
+        return first, self.second * (1.0 - first), 0.4 * self.second * (1.0 - first)
 
     def truth(self, stream: int, position: int) -> int:
         """The token that comes: 1, 2 or 3 = that guess, 9 = something else."""
@@ -189,38 +191,53 @@ def plain_speed(machine: Machine, streams: int) -> float:
     return streams / (machine.target_ms(streams, streams * CONTEXT) + machine.overhead_ms(streams))
 
 
-def fixed_speeds(world: World, machine: Machine, streams: int, samples: int) -> dict[tuple[int, int], float]:
-    """Tokens per millisecond of every fixed budget (nodes, depth); (0, 0) is plain decoding."""
-    speeds = {(0, 0): plain_speed(machine, streams)}
-    probe = make_streams(1)[0]
+@dataclass(frozen=True)
+class FixedTree:
+    """What one fixed budget drafts at one place: true expected tokens, nodes, and nodes expanded by each pass."""
+
+    tokens: float
+    nodes: int
+    passes: tuple[int, ...]
+
+
+@cache
+def fixed_trees(world: World, samples: int) -> dict[tuple[int, int], list[FixedTree]]:
+    """By (nodes, depth), at `samples` places of one stream."""
+    found: dict[tuple[int, int], list[FixedTree]] = {}
+    (probe,) = make_streams(1)
     for nodes in FIXED_NODES:
-        for depth in FIXED_DEPTHS:
-            if depth > nodes:
-                continue
+        for depth in [d for d in FIXED_DEPTHS if d <= nodes]:
             limit = Budget(nodes, depth, 0.0, lambda ms: 0.0, lambda d, k, r, c: 0.5 if c < 0 else c)
-            tokens = ms = 0.0
+            trees = found[(nodes, depth)] = []
             for sample in range(samples):
                 probe.length = sample * 50
-                (proposal,), _ = draft(world, machine, [probe], [limit])
-                tokens += streams * expected_tokens(world, probe, proposal.token_ids, proposal.parents)
-                rows = streams * (1 + len(proposal.token_ids))
-                ms += machine.target_ms(rows, streams * CONTEXT) + machine.overhead_ms(streams)
-                ms += _fixed_draft_ms(machine, streams, proposal, depth)
-            speeds[(nodes, depth)] = tokens / ms
-    return speeds
+                (proposal,), _ = draft(world, MACHINES[0], [probe], [limit])
+                tokens = expected_tokens(world, probe, proposal.token_ids, proposal.parents)
+                trees.append(FixedTree(tokens, len(proposal.token_ids), _passes(proposal)))
+    return found
 
 
-def _fixed_draft_ms(machine: Machine, streams: int, proposal: Proposal, depth: int) -> float:
-    """Passes a drafter without lookahead costs would need for this tree: one per level, over the nodes that were expanded.
-
-    A lower bound of what the budget's drafter spends (it expands nodes that then win no place), so the rival is flattered.
-    """
+def _passes(proposal: Proposal) -> tuple[int, ...]:
+    """Nodes expanded at each level: a lower bound of what a drafter spends on this tree (it also expands nodes that then win
+    no place), so the rival is flattered."""
     inner: dict[int, set[int]] = {}
     depths: list[int] = []
     for parent in proposal.parents:
         depths.append(1 if parent < 0 else depths[parent] + 1)
         inner.setdefault(depths[-1], set()).add(parent)
-    return sum(machine.draft_ms(streams * len(parents)) for parents in inner.values())
+    return tuple(len(parents) for parents in inner.values())
+
+
+def fixed_speeds(world: World, machine: Machine, streams: int, samples: int) -> dict[tuple[int, int], float]:
+    """Tokens per millisecond of every fixed budget (nodes, depth); (0, 0) is plain decoding."""
+    speeds = {(0, 0): plain_speed(machine, streams)}
+    for budget, trees in fixed_trees(world, samples).items():
+        ms = 0.0
+        for tree in trees:
+            ms += machine.target_ms(streams * (1 + tree.nodes), streams * CONTEXT) + machine.overhead_ms(streams)
+            ms += sum(machine.draft_ms(streams * count) for count in tree.passes)
+        speeds[budget] = streams * sum(tree.tokens for tree in trees) / ms
+    return speeds
 
 
 @dataclass(frozen=True)
@@ -324,13 +341,12 @@ class Line:
 
 
 def compare(
-    machine: Machine, streams: int, acceptance: float, *, samples: int, sequence_steps: int, noise: Noise, seed: int = 0
+    machine: Machine, streams: int, acceptance: float, *, samples: int, steps: int, noise: Noise, seed: int = 0
 ) -> Line:
-    """One cell of the table. `sequence_steps`: steps times streams that are measured, after as many to warm up."""
+    """One cell of the table. `steps` are measured, after as many to warm up."""
     world = World(acceptance, seed)
     speeds = fixed_speeds(world, machine, streams, samples)
     (nodes, depth), best = max(speeds.items(), key=lambda item: item[1])
-    steps = max(150, sequence_steps // streams)
     price = run(world, machine, streams, warm_up=steps, steps=steps, noise=noise)
     return Line(machine.name, streams, acceptance, speeds[(0, 0)], best, nodes, depth, price)
 
@@ -354,7 +370,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     streams,
                     acceptance,
                     samples=100 if options.quick else 250,
-                    sequence_steps=2000 if options.quick else 4000,
+                    steps=max(150, (2000 if options.quick else 6000) // streams),
                     noise=noise,
                     seed=options.seed,
                 )

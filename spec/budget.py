@@ -26,10 +26,11 @@ from spec.skill import Skill, judged
 from spec.speculator import Limit, Load, StepRecord
 from spec.tree import EMPTY_TREE, MAX_NODES, DraftTree, Proposal
 
-_PROBES = ((128, 8), (256, 16))  # up to so many drafting steps under a load, every so many look below the price
+_PROBES = ((256, 8), (1024, 16))  # up to so many drafts under a load, every so many steps look below the price
 _PROBE_EVERY = 128  # later
 _PROBE_PRICE = 0.4  # what a probing step takes for the price of a node and of a pass
 _PRICED = 12  # nodes of one sequence that are priced one by one
+_MARGIN = 1.08  # a draft pass must promise this much more than its time is worth: estimates err, plain steps do not
 _SLACK = 0.7  # drafters see a price this much lower: the final cut is made over all requests
 _PRIOR_STEPS = 24.0  # plain steps that lambda starts from
 
@@ -108,10 +109,11 @@ class PriceSpeculator:
         if refused and len(refused) == len(state.worth):
             return [_NO_DRAFT] * len(views)
         state.steps += 1
-        step.probe = state.steps % next((every for until, every in _PROBES if state.steps <= until), _PROBE_EVERY) == 0
+        drafts = state.steps * len(views)
+        step.probe = state.steps % next((every for until, every in _PROBES if drafts <= until), _PROBE_EVERY) == 0
         price = self._price(step)
         prices = self._prices(step)
-        per_ms = lambda_
+        per_ms = lambda_ * _MARGIN
         if step.probe:
             price, per_ms = price * _PROBE_PRICE, per_ms * _PROBE_PRICE
             prices = tuple([p * _PROBE_PRICE for p in prices])

@@ -12,6 +12,8 @@ _PLAIN_FIRST = 8  # plain steps wanted before the comparison means anything
 _PLAIN_FIRST_EVERY = 8
 _PLAIN_EVERY = 256  # later, to keep the comparison current
 _DRAFTED_FIRST = 48  # drafting steps before a verdict
+_DRAFTED_SOON = 12  # before one on a glaring difference
+_GLARING = 3.0  # standard errors
 _CLEAR = 0.999  # slower by less is no difference
 _MEMORY = 400.0  # steps a speed remembers
 _REST = 256  # steps of rest after the first failure
@@ -88,9 +90,10 @@ class Guard:
             self._since_plain = 0
             return
         self.drafted.add(tokens, time)
-        if self.drafted.count < _DRAFTED_FIRST or self.plain.count < 0.75 * _PLAIN_FIRST:
+        if self.drafted.count < _DRAFTED_SOON or self.plain.count < 0.75 * _PLAIN_FIRST:
             return
-        if self.drafted.value * (1.0 + self.drafted.error) < _CLEAR * self.plain.value * (1.0 - self.plain.error):
+        doubt = 1.0 if self.drafted.count >= _DRAFTED_FIRST else _GLARING
+        if self.drafted.value * (1.0 + doubt * self.drafted.error) < _CLEAR * self.plain.value * (1.0 - self.plain.error):
             self._rest = self._rest_next
             self._rest_next = min(2 * self._rest_next, _LONGEST_REST)
         elif self.drafted.count >= _PROVEN:
