@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 from chat_page import ChatPage
-from playwright.sync_api import Browser, BrowserContext, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, expect, sync_playwright
 from serving import Running, running
 from words import words_settings
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+SECONDS = 20  # the most a test waits for one thing, on a machine that does others too
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-dev-shm-usage"]
 
 
@@ -37,6 +38,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     # Not for the whole session: while it lives, no other test of this thread can run an event loop.
+    expect.set_options(timeout=SECONDS * 1000)
     with sync_playwright() as playwright:
         made = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         yield made
@@ -46,7 +48,7 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture
 def context(browser: Browser) -> Iterator[BrowserContext]:
     made = browser.new_context(viewport={"width": 1000, "height": 700})
-    made.set_default_timeout(20_000)
+    made.set_default_timeout(SECONDS * 1000)
     yield made
     made.close()
 

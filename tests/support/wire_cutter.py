@@ -76,7 +76,9 @@ class WireCutter:
         flowing = self._flowing
         up_reader, up_writer = await asyncio.open_connection("127.0.0.1", self._target)
         self._writers |= {writer, up_writer}
-        await asyncio.gather(self._pump(reader, up_writer, flowing), self._pump(up_reader, writer, flowing))
+        pumps = asyncio.gather(self._pump(reader, up_writer, flowing), self._pump(up_reader, writer, flowing))
+        with contextlib.suppress(asyncio.CancelledError):  # the end of the test
+            await pumps
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, flowing: asyncio.Event) -> None:
         with contextlib.suppress(OSError):
