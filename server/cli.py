@@ -18,8 +18,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="A streaming chat server whose every step is a speculation: same text, fewer passes of the model.",
 )
-train_app = typer.Typer(no_args_is_help=True, help="Train drafters from the target's own answers.")
-app.add_typer(train_app, name="train")
 
 Model = Annotated[
     str | None, typer.Argument(help=f"alias, GGUF file, safetensors folder or hub id  [default: {DEFAULT_MODEL}]")

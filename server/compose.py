@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -71,6 +72,7 @@ class Parts:
     backend: Backend
     cache: Path
     eos_ids: tuple[int, ...]
+    grammars: GrammarCompiler
 
     @property
     def kv_dtype(self) -> torch.dtype:
@@ -91,7 +93,8 @@ def load_parts(settings: Settings) -> Parts:
     ).trimmed(tokenizer.vocab_size)
     backend = choose_backend(settings, cache)
     eos_ids = tuple(sorted({*model.eos_ids, *tokenizer.eos_ids}))
-    return Parts(settings, model, tokenizer, backend.make(model), backend, cache, eos_ids)
+    grammars = GrammarCompiler(tokenizer.tokenizer_json(), eos_ids, model.shape.vocab_size)
+    return Parts(settings, model, tokenizer, backend.make(model), backend, cache, eos_ids, grammars)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +202,7 @@ def make_engine(
         built,
         spec,
         parts.eos_ids,
-        grammar_compiler=_grammars(parts),
+        grammar_compiler=parts.grammars,
         pool=pool,
         ops=parts.backend.ops,
         move=parts.backend.move,
@@ -219,10 +222,6 @@ def _drafting_target(parts: Parts) -> registry.Target:
         return load_model(path, weights=parts.settings.weights).trimmed(parts.tokenizer.vocab_size)
 
     return registry.Target(parts.model.name, parts.model.shape, parts.model.weights, load, parts.backend.make)
-
-
-def _grammars(parts: Parts) -> GrammarCompiler:
-    return GrammarCompiler(parts.tokenizer.tokenizer_json(), parts.eos_ids, parts.model.shape.vocab_size)
 
 
 def shipped_drafters(model_name: str) -> list[str]:
@@ -245,7 +244,10 @@ def build_engine(settings: Settings) -> tuple[Engine, Ready]:
     """What the engine process runs. Everything is loaded, measured and warm when it returns."""
     start = time.perf_counter()
     parts = load_parts(settings)
+    warming = threading.Thread(target=parts.grammars.warm)  # its vocabulary trie would hold up the first grammar's neighbours
+    warming.start()
     engine = make_engine(parts)
+    warming.join()
     ready = Ready(
         model=parts.model.name,
         vocab_size=parts.model.shape.vocab_size,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -139,7 +140,7 @@ def _answers(parts: Parts, row: Combination, requests: Sequence[Request]) -> tup
 
 def with_settings(parts: Parts, settings: Settings) -> Parts:
     """The same loaded weights under other settings."""
-    return Parts(settings, parts.model, parts.tokenizer, parts.decoder, parts.backend, parts.cache, parts.eos_ids)
+    return dataclasses.replace(parts, settings=settings)
 
 
 def _compare(baseline: Sequence[Completion], answers: Sequence[Completion], row: Combination, failures: list[str]) -> int:
