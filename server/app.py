@@ -16,11 +16,12 @@ from server import openai, responses
 from server.api_error import ApiError
 from server.auth import Gate
 from server.connection import Sockets, native_socket
-from server.engine_client import EngineState
+from server.engine_watch import EngineState
 from server.guard import Guard
 from server.histories import Histories
 from server.httpio import Handler, error_response, guarded, json_response
 from server.metrics import CONTENT_TYPE
+from server.openapi import openapi as openapi_document
 from server.pages import Page, load_pages, page_response
 from server.responses_socket import responses_socket
 from server.service import Service
@@ -39,7 +40,9 @@ async def ready(request: Request) -> Response:
     service: Service = request.app.state.service
     state = service.engine.state
     word = "draining" if service.draining else state.value
-    good = state is EngineState.READY and not service.draining
+    if state is EngineState.READY and not service.engine.responsive:
+        word = "unresponsive"
+    good = word == EngineState.READY.value
     return json_response({"status": word, "model": service.model, "restarts": service.engine.restarts}, 200 if good else 503)
 
 
@@ -74,6 +77,7 @@ def _routes(pages: dict[str, Page]) -> list[BaseRoute]:
         ("GET", "/health", health),
         ("GET", "/ready", ready),
         ("GET", "/metrics", metrics),
+        ("GET", "/openapi.json", openapi_document),
         *openai.ROUTES,
         *responses.ROUTES,
         *(("GET", path, _page_handler(page)) for path, page in pages.items()),

@@ -14,41 +14,17 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import Enum
-from typing import Any
 
 import msgspec
 
 from server.engine_link import EngineLaunch, EngineLink
+from server.engine_watch import EngineState, Hooks, RestartPolicy
 from server.wire import Cancel, Events, Fatal, FromEngine, Ping, Pong, Ready, Shutdown, Stats, Submit
 from spec.request import Request, TokenEvent
 
 log = logging.getLogger("forespeak.engine")
 
 Sink = Callable[[TokenEvent], None]
-
-
-class EngineState(Enum):
-    LOADING = "loading"  # the first process has not said Ready yet
-    READY = "ready"
-    RESTARTING = "restarting"
-    FAILED = "failed"  # given up
-    STOPPED = "stopped"
-
-
-@dataclass(frozen=True, slots=True)
-class RestartPolicy:
-    """Seconds and counts of the watch over the engine process."""
-
-    ping_seconds: float = 0.5
-    silence_seconds: float = 3.5  # no answer to a ping for this long = hung
-    loading_silence_seconds: float = 60.0  # a loading process may hold its interpreter for long
-    load_seconds: float = 900.0
-    step_seconds: float = 300.0  # one step may not take longer, even while pings are answered
-    crashes_per_request: int = 3
-    failed_loads: int = 3  # in a row, then the client gives up
-    backoff_seconds: float = 0.25  # doubled after every failed load
-    probation_tokens: int = 8  # a twice-crashed request must deliver these before the next such request joins it
 
 
 @dataclass(slots=True)
@@ -59,15 +35,6 @@ class _Running:
     crashes: int = 0
     submitted: bool = False  # to the process that lives now
     progress: int = 0  # tokens delivered by the process that lives now
-
-
-@dataclass(slots=True)
-class Hooks:
-    """Called on the event loop. None of them may block."""
-
-    on_state: Callable[[EngineState, str], None] = lambda state, message: None
-    on_stats: Callable[[dict[str, Any]], None] = lambda values: None
-    on_step: Callable[[float], None] = lambda milliseconds: None
 
 
 class EngineClient:
@@ -108,6 +75,11 @@ class EngineClient:
     @property
     def pid(self) -> int:
         return self._link.pid if self._link is not None else 0
+
+    @property
+    def responsive(self) -> bool:
+        """Whether a ready process has answered lately. A stopped one shows here before it is given up."""
+        return self.state is EngineState.READY and time.monotonic() - self._heard < self._policy.doubt_seconds
 
     @property
     def num_running(self) -> int:
@@ -220,7 +192,8 @@ class EngineClient:
     def _on_message(self, message: FromEngine) -> None:
         self._heard = time.monotonic()
         if isinstance(message, Events):
-            self._hooks.on_step(message.step_ms)
+            if message.step_ms > 0:
+                self._hooks.on_step(message.step_ms)
             for event in message.events:
                 self._deliver(event)
         elif isinstance(message, Pong):

@@ -24,8 +24,9 @@ from server.api_error import ApiError
 from server.app import make_app
 from server.auth import Gate, Keys, is_loopback
 from server.connection import Sockets
-from server.engine_client import EngineClient, EngineState, Hooks, RestartPolicy
+from server.engine_client import EngineClient
 from server.engine_link import EngineLaunch
+from server.engine_watch import EngineState, Hooks, RestartPolicy
 from server.limits import Limits
 from server.logs import set_up
 from server.metrics import Metrics
@@ -140,7 +141,9 @@ class Server:
             EngineLaunch(self._settings, self._options.factory, paths=self._options.factory_paths), self._options.policy, hooks
         )
         limits = self._options.limits
-        self._service = Service(self._model_name(), self._engine, self._text, limits, self._metrics, self._settings.seed)
+        self._service = Service(
+            self._model_name(), self._engine, self._text, limits, self._metrics, self._settings.seed, self._settings.log_prompts
+        )
         self._sockets = Sockets(
             SessionSettings(limits, self._text.tokenizer, self._hello, self._gate.keys.tenant_of, Resumables(limits))
         )

@@ -20,9 +20,11 @@ import msgspec
 
 from server.api_error import ApiError, from_request_error, invalid
 from server.decoding import check_depth
-from server.engine_client import EngineClient, EngineState
+from server.engine_client import EngineClient
+from server.engine_watch import EngineState
 from server.generation import Generation
 from server.limits import Admission, Limits
+from server.logs import event
 from server.messages import byte_size
 from server.metrics import Metrics
 from server.options import SamplingOptions, choices, sampling_params, speculation_policy, stop_strings, token_limit
@@ -57,7 +59,14 @@ class Service:
     """One model behind one engine."""
 
     def __init__(
-        self, model: str, engine: EngineClient, text: TextTools, limits: Limits, metrics: Metrics, seed: int = 0
+        self,
+        model: str,
+        engine: EngineClient,
+        text: TextTools,
+        limits: Limits,
+        metrics: Metrics,
+        seed: int = 0,
+        log_prompts: bool = False,
     ) -> None:
         self.model = model
         self.created = int(time.time())
@@ -67,6 +76,7 @@ class Service:
         self.metrics = metrics
         self.admission = Admission(limits)
         self.draining = False
+        self._log_prompts = log_prompts
         self._ids = itertools.count(1)
         self._seeds: random.Random = random.Random(seed) if seed else secrets.SystemRandom()
         self._pool = ThreadPoolExecutor(TOKENISER_THREADS, thread_name_prefix="tokeniser")
@@ -187,6 +197,8 @@ class Service:
         self.admission.take_requests(prepared.tenant, prepared.n)
         generations = [self._generation(prepared, index, notify) for index in range(prepared.n)]
         self._idle.clear()
+        if self._log_prompts:
+            event(log, "prompt", request=generations[0].request.id, text=self.text.tokenizer.decode(prepared.prompt_ids))
         for generation in generations:
             self._running[generation.request.id] = generation
         for generation in generations:
@@ -213,7 +225,14 @@ class Service:
         self._running.pop(generation.request.id, None)
         self.engine.cancel(generation.request.id)  # no effect when the engine ended it itself
         self.admission.give_requests(generation.request.tenant)
-        self.metrics.on_end(str(generation.finish_reason), generation.figures, time.perf_counter())
+        figures, now = generation.figures, time.perf_counter()
+        self.metrics.on_end(str(generation.finish_reason), figures, now)
+        event(
+            log, "answer", request=generation.request.id, tenant=generation.request.tenant or "-",
+            reason=generation.finish_reason, prompt_tokens=figures.prompt_tokens, cached_tokens=figures.cached_tokens,
+            tokens=figures.completion_tokens, accepted=figures.accepted, steps=figures.steps,
+            ttft_ms=round(figures.ttft_seconds * 1e3, 1), total_ms=round((now - figures.arrival) * 1e3, 1),
+        )  # fmt: skip
         if generation.error is not None and generation.error.status >= 500:
             log.warning("request %d ended with an error: %s", generation.request.id, generation.error.message)
         if not self._running:

@@ -15,7 +15,7 @@ import pytest
 import websockets.sync.client as ws_client
 from serving import Running, running, server_process, toy_settings, wait_for
 
-from server.engine_client import RestartPolicy
+from server.engine_watch import RestartPolicy
 from server.ports import TextTools
 from server.serve import ServeOptions
 
@@ -171,6 +171,17 @@ def test_ready_tells_the_truth_during_a_restart(text: TextTools) -> None:
         answer = server.http.post("/v1/chat/completions", json=body(max_tokens=3))
         assert answer.status_code == 200
         assert server.http.get("/ready").status_code == 200
+
+
+def test_stopped_engine_is_not_ready_before_it_is_replaced(text: TextTools) -> None:
+    policy = RestartPolicy(ping_seconds=0.1, doubt_seconds=0.5, silence_seconds=2.5)
+    with running(toy_settings(), text, ServeOptions(policy=policy)) as server:
+        old = server.engine_pid()
+        os.kill(old, signal.SIGSTOP)
+        wait_for(lambda: server.http.get("/ready").json()["status"] == "unresponsive", 2)
+        assert server.engine_pid() == old
+        wait_for(lambda: server.engine_pid() != old, 5)
+        server.wait_ready()
 
 
 def test_engine_that_never_comes_back_ends_the_server(text: TextTools, tmp_path: Any) -> None:

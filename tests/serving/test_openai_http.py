@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -533,6 +535,27 @@ def test_clients_that_leave_stop_the_work(text: TextTools) -> None:
         wait_for(lambda: slow.metric("forespeak:kv_pages", state="live") == 0, 3)
         assert slow.metric("forespeak:request_success_total", finished_reason="cancelled") == 6
         assert slow.metric("forespeak:num_requests_running") == 0
+
+
+def test_pathological_prompt_does_not_hold_up_neighbours(text: TextTools) -> None:
+    """A megabyte of one letter is refused or tokenised beside the event loop, while another client streams on."""
+    with running(toy_settings("step_ms=5,run=1"), text) as server:
+        arrivals: list[float] = []
+
+        def stream() -> None:
+            body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 200, "stream": True}
+            with server.http.stream("POST", "/v1/chat/completions", json=body) as response:
+                arrivals.extend(time.perf_counter() for line in response.iter_lines() if line)
+
+        thread = threading.Thread(target=stream)
+        thread.start()
+        for letter in "a _" * 3:
+            answer = server.http.post("/tokenize", json={"prompt": letter * 10**6})
+            assert answer.status_code == 400
+            server.http.post("/tokenize", json={"prompt": letter * 2500})
+        thread.join()
+        gaps = sorted(b - a for a, b in itertools.pairwise(arrivals))
+        assert gaps[-2] < 0.25
 
 
 def test_defaults_reach_the_engine() -> None:

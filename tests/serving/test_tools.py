@@ -20,6 +20,8 @@ from server.template import ChatTemplate
 from server.tokenizer import load_tokenizer
 from server.tool_parser import CallArguments, CallEnd, CallStart, Text, ToolParser
 from server.tools import Tools, read_tools
+from spec.errors import RequestError
+from spec.grammar import GrammarCompiler
 
 WEATHER = {
     "type": "function",
@@ -178,6 +180,27 @@ def test_illegal_declarations(fields: dict[str, Any], param: str) -> None:
         tools(**fields)
     assert refused.value.param == param
     json.dumps(refused.value.body())
+
+
+@pytest.mark.parametrize("format", ["tags", "json"])
+def test_forced_grammar_takes_calls_and_nothing_else(text: TextTools, format: Any) -> None:
+    """The grammar as the engine compiles it, token by token."""
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"], "additionalProperties": False}
+    strict = {"type": "function", "function": {"name": "weather", "parameters": schema}}
+    made = tools(declared=[strict, TIME], choice="required", format=format)
+    grammar = made.grammar() if made is not None else None
+    assert grammar is not None
+    compiler = GrammarCompiler(text.tokenizer.tokenizer_json(), (258,), 512)
+    key = "arguments" if format == "tags" else "parameters"
+    call = f'{{"name": "weather", "{key}": {{"city": "Oslo"}}}}'
+    said = f"<tool_call>\n{call}\n</tool_call>" if format == "tags" else call
+    state = compiler.compile(grammar)
+    state.advance(text.tokenizer.encode(said))
+    assert state.is_complete
+    assert read(said, format) == ("", [("weather", '{"city": "Oslo"}')])
+    for wrong in ("weather is nice", said.replace("weather", "wether"), said.replace('"Oslo"', "5")):
+        with pytest.raises(RequestError):
+            compiler.compile(grammar).advance(text.tokenizer.encode(wrong))
 
 
 # ---- through the endpoints: a model that says what its last user message tells it to
