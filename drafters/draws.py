@@ -38,13 +38,20 @@ def is_drawn(view: SequenceView) -> bool:
 
 
 def choices(
-    logits: torch.Tensor, views: Sequence[SequenceView], depths: Sequence[int], fan: int, drafter: str
+    logits: torch.Tensor,
+    views: Sequence[SequenceView],
+    depths: Sequence[int],
+    fan: int,
+    drafter: str,
+    *,
+    draw: bool = True,
 ) -> list[Scores | None]:
     """Per row of `logits` [R, V] float32 the children of its node; None where the row is not made of numbers.
 
-    `depths[r]`: depth of the node, 0 = the root. -inf logits are allowed, those tokens are not proposed.
+    `depths[r]`: depth of the node, 0 = the root. -inf logits are allowed, those tokens are not proposed. `draw` False: only
+    the most probable tokens, for everybody.
     """
-    drawn = [is_drawn(view) for view in views]
+    drawn = [draw and is_drawn(view) for view in views]
     temperatures = [view.sampling.temperature or 1.0 for view in views]
     if any(t != 1.0 for t in temperatures):
         divisor = torch.tensor([max(t, _COLDEST) for t in temperatures], dtype=torch.float32, device=logits.device)

@@ -106,8 +106,8 @@ class PriceSpeculator:
         if not state.guard.allow():
             return [_NO_DRAFT] * len(views)
         refused = {name for name, worth in state.worth.items() if not worth.allow()}
-        if refused and len(refused) == len(state.worth):
-            return [_NO_DRAFT] * len(views)
+        if refused and len(refused) == len(state.worth) and all(view.grammar is None for view in views):
+            return [_NO_DRAFT] * len(views)  # but for forced tokens, which no drafter has to be asked about, nothing pays
         state.steps += 1
         drafts = state.steps * len(views)
         step.probe = state.steps % next((every for until, every in _PROBES if drafts <= until), _PROBE_EVERY) == 0
