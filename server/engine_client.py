@@ -40,7 +40,7 @@ class _Running:
 class EngineClient:
     """`start` and `stop` once; `submit` and `cancel` at any time, also while no process is ready."""
 
-    def __init__(self, launch: EngineLaunch, policy: RestartPolicy = RestartPolicy(), hooks: Hooks | None = None) -> None:
+    def __init__(self, launch: EngineLaunch, policy: RestartPolicy, hooks: Hooks | None = None) -> None:
         self.state = EngineState.LOADING
         self.ready: Ready | None = None
         self.restarts = 0
