@@ -6,36 +6,15 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from gguf_twin import random_blocks
 
 from kernels.linear import BLOCK, BlockWeight
 from spec.models.blocks import BLOCK_TYPES, dequantise, quantise, to_block_weight
 from spec.models.gguf_file import TENSOR_TYPES
 
-HALVES = {
-    "Q4_0": (0,),
-    "Q4_1": (0, 2),
-    "Q5_0": (0,),
-    "Q5_1": (0, 2),
-    "Q8_0": (0,),
-    "Q4_K": (0, 2),
-    "Q5_K": (0, 2),
-    "Q6_K": (208,),
-}
 EXACT = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
 # a float16 scale in place of a 17-bit product (Q4_K, Q5_K); a 16-wide group on the grid of its louder neighbour (Q6_K)
 ROUNDED = {"Q4_K": 2**-10, "Q5_K": 2**-10, "Q6_K": 0.5 / 96 + 2**-10}
-
-
-def random_rows(kind: str, rows: int = 7, width: int = 768) -> np.ndarray:
-    """uint8 [rows, bytes]: all bytes random, but the float16 fields sane and of both signs."""
-    values, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
-    rng = np.random.default_rng(sum(kind.encode()))
-    blocks = rng.integers(0, 256, (rows, width // values, size), dtype=np.uint8)
-    for offset in HALVES[kind]:
-        blocks[..., offset : offset + 2] = (
-            (rng.standard_normal((rows, width // values, 1)) * 0.02).astype(np.float16).view(np.uint8)
-        )
-    return blocks.reshape(rows, -1)
 
 
 def values_of(weight: BlockWeight) -> torch.Tensor:
@@ -48,7 +27,7 @@ def values_of(weight: BlockWeight) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", BLOCK_TYPES)
 def test_dequantised_values_equal_the_librarys(kind: str) -> None:
-    raw = random_rows(kind)
+    raw = random_blocks(kind, 7, 768)
     theirs = torch.from_numpy(gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind]))
     assert torch.equal(dequantise(kind, torch.from_numpy(raw)), theirs)
     assert theirs.count_nonzero() > theirs.numel() * 0.9
@@ -56,7 +35,7 @@ def test_dequantised_values_equal_the_librarys(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", BLOCK_TYPES)
 def test_canonical_blocks_hold_the_same_values(kind: str) -> None:
-    raw = random_rows(kind)
+    raw = random_blocks(kind, 7, 768)
     theirs = torch.from_numpy(gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind]))
     weight = to_block_weight(kind, torch.from_numpy(raw))
     assert weight.bits == (4 if kind in ("Q4_0", "Q4_1", "Q4_K") else 8)
@@ -90,7 +69,7 @@ def test_a_zero_block_stays_zero() -> None:
 
 
 def test_row_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    raw = torch.from_numpy(random_rows("Q6_K"))
+    raw = torch.from_numpy(random_blocks("Q6_K", 7, 768))
     whole, wide = to_block_weight("Q6_K", raw), dequantise("Q6_K", raw)
     monkeypatch.setattr("spec.models.blocks.CHUNK_VALUES", 768 * 3)
     parts = to_block_weight("Q6_K", raw)

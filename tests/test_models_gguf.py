@@ -11,7 +11,7 @@ import pytest
 import torch
 from checkpoint_tokenizer import vocabulary
 from checkpoints import write_rand_checkpoint, write_rand_gguf
-from gguf_twin import gguf_from_folder
+from gguf_twin import gguf_from_folder, interleave
 from loaded import TOLERANCE, error, logits, oracle, text
 
 from kernels.linear import BlockWeight, DenseWeight
@@ -62,6 +62,26 @@ def test_a_quantised_twin_equals_the_librarys_values(kind: str, tmp_path: Path) 
     weight = native.weights.layers[1].k
     assert isinstance(weight, DenseWeight if kind.endswith("16") else BlockWeight)
     assert isinstance(native.weights.layers[1].attention_norm, torch.Tensor)
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q6_K"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+def test_k_types_are_read_with_their_rows_in_order(kind: str, model_type: str, tmp_path: Path) -> None:
+    sizes = {"layers": 1, "hidden": 256, "intermediate": 256, "head_dim": 64, "model_type": model_type}
+    twin = gguf_from_folder(write_rand_checkpoint(tmp_path / "m", **sizes), tmp_path / "m.gguf", kind)
+    stored = {tensor.name: gguf.quants.dequantize(tensor.data, tensor.tensor_type) for tensor in gguf.GGUFReader(twin).tensors}
+    layer = load_model(twin, weights="float32").weights.layers[0]
+    for weight, name, heads in (
+        (layer.q, "attn_q", 4),
+        (layer.k, "attn_k", 2),
+        (layer.v, "attn_v", 0),
+        (layer.down, "ffn_down", 0),
+    ):
+        expected = torch.from_numpy(stored[f"blk.0.{name}.weight"].copy())
+        values = weight.values  # type: ignore[union-attr]
+        assert torch.equal(interleave(values, heads) if heads and model_type == "llama" else values, expected), name
+    native = load_model(twin).weights.layers[0]
+    assert native.q.bits == (4 if kind == "Q4_K" else 8)  # type: ignore[union-attr]
 
 
 def dequantised_folder(folder: Path, twin: Path, target: Path) -> Path:

@@ -1,7 +1,7 @@
 """A safetensors folder as a GGUF file, written with the gguf library: the twin that the loader must read to equal weights.
 
 gguf_from_folder(folder, path, kind="F32", extra=None, tensors=None) -> Path
-    kind: the ggml type of matrices (vectors stay F32). extra: more metadata, full keys. tensors: more tensors (float32).
+    kind: the ggml type of matrices (vectors stay F32; K types hold random blocks instead of the folder's values). extra: more metadata, full keys. tensors: more tensors (float32).
 """
 
 from __future__ import annotations
@@ -31,6 +31,17 @@ NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+}
+# byte offsets of the float16 fields of a block
+HALVES = {
+    "Q4_0": (0,),
+    "Q4_1": (0, 2),
+    "Q5_0": (0,),
+    "Q5_1": (0, 2),
+    "Q8_0": (0,),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
 }
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 
@@ -69,6 +80,17 @@ def gguf_from_folder(
     return path
 
 
+def random_blocks(kind: str, rows: int, width: int) -> np.ndarray:
+    """uint8 [rows, bytes of a row] of a block type: all bytes random, but the float16 fields sane and of both signs."""
+    values, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    rng = np.random.default_rng(sum(kind.encode()) + rows)
+    blocks = rng.integers(0, 256, (rows, width // values, size), dtype=np.uint8)
+    for offset in HALVES[kind]:
+        halves = (rng.standard_normal((rows, width // values, 1)) * 0.02).astype(np.float16)
+        blocks[..., offset : offset + 2] = halves.view(np.uint8)
+    return blocks.reshape(rows, -1)
+
+
 def interleave(rows: torch.Tensor, heads: int) -> torch.Tensor:
     """Row i of the first half of a head goes next to row i of its second half, as Llama GGUF files have it."""
     result = torch.empty_like(rows)
@@ -93,7 +115,9 @@ def _write_tensor(writer: gguf.GGUFWriter, name: str, values: torch.Tensor, kind
     if values.shape[-1] % gguf.GGML_QUANT_SIZES[quant][0]:
         quant = gguf.GGMLQuantizationType.F32
     data = np.ascontiguousarray(values.numpy())
-    if quant != gguf.GGMLQuantizationType.F32:
+    if quant.name.endswith("_K"):  # the library reads these and cannot write them
+        data = random_blocks(quant.name, *values.shape)
+    elif quant != gguf.GGMLQuantizationType.F32:
         data = gguf.quants.quantize(data, quant)
     writer.add_tensor(name, data, raw_dtype=quant)
 
