@@ -45,6 +45,7 @@ function onState({ state, hello, code, reason, retryInMs }) {
   if (state === "open") {
     $("model").textContent = hello.model;
     note.clear("link");
+    if (hello.limits.context === null) note.show("server", "The model is still loading.");
     answers.resume(client, false);
   } else if (state === "closed" && !refused) {
     const more = answers.count ? " Running answers will go on." : "";
