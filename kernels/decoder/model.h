@@ -26,6 +26,8 @@ struct Model {
     const Packed& embedding() const { return own_embedding.data != nullptr ? own_embedding : head; }
 };
 
+constexpr int kProfileOps = 14;  // entries of a profile, in the order of Op in native.cpp
+
 // Buffers of a forward, different for each instruction set.
 struct DecoderStateBase {
     virtual ~DecoderStateBase() = default;

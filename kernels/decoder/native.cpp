@@ -13,23 +13,25 @@
 #include "kernels/norm/native.cpp"
 #include "kernels/rope/native.cpp"
 #include "kernels/tree_attention/native.cpp"
+#include "buffer.h"
 #include "team.h"
 
 namespace fs::FS_ISA {
 
 enum class Op { Embed, AttentionInput, Qkv, Rotate, Attend, OutputInput, Output, MlpInput, GateUp, DownInput, Down, FinalNorm, HeadInput, Head };
+static_assert(static_cast<int>(Op::Head) + 1 == kProfileOps);
 
 // Up to this many nodes each thread prepares the inputs of a linear layer for itself.
 constexpr int kPrivateRows = 2;
 
 struct alignas(64) ThreadState {
-    std::vector<uint8_t> quantised;
-    std::vector<float> values;
+    Buffer<uint8_t> quantised;
+    Buffer<float> values;
     int prepared = -1;  // phase whose input lies in the buffers above
     AttentionScratch attention;
-    std::vector<Best> best;
+    Buffer<Best> best;
     bool has_best = false;
-    std::vector<float> head;  // one rotated head
+    Buffer<float> head;  // one rotated head
 };
 
 // All that one forward needs, kept between calls so that buffers are allocated once.
@@ -40,13 +42,14 @@ struct DecoderState : DecoderStateBase {
     const fs_store* store = nullptr;
     float* out_hidden = nullptr;
     float* out_logits = nullptr;
-    std::vector<float> x, q, k, v, attended, inner, values;
-    std::vector<uint8_t> quantised;
+    Buffer<float> x, q, k, v, attended, inner, values;
+    Buffer<uint8_t> quantised;
     size_t q_stride = 0, kv_stride = 0;
     AttentionPlan plan;
     std::vector<ThreadState> threads;
     std::vector<Phase> phases;
     std::vector<std::pair<Op, int>> ops;  // per phase: op, layer
+    std::vector<double> seconds;          // per phase, when a profile is asked for
 };
 
 class Forward {
@@ -184,37 +187,41 @@ class Forward {
         }
     }
 
+    // Unit = 16 nodes of one key/value head with its query heads: neighbouring keys share cache lines of the store, so one thread
+    // writes them all.
     void rotate(int layer, int begin, int end, int thread) {
+        for (int unit = begin; unit < end; ++unit) {
+            const int head = unit % m_.shape.kv_heads, first_node = unit / m_.shape.kv_heads * kGroup;
+            for (int i = first_node; i < std::min(first_node + kGroup, s_.nodes); ++i) rotate_head(layer, i, head, thread);
+        }
+    }
+
+    void rotate_head(int layer, int node, int head, int thread) {
         const fs_shape& shape = m_.shape;
         const Layer& l = m_.layers[static_cast<size_t>(layer)];
-        const int d = shape.head_dim;
+        const int d = shape.head_dim, per_group = shape.q_heads / shape.kv_heads;
         float* buffer = s_.threads[static_cast<size_t>(thread)].head.data();
-        for (int i = begin; i < end; ++i) {
-            const size_t at = static_cast<size_t>(s_.step->positions[i]) * static_cast<size_t>(d / 2);
-            const float* cos = m_.cos.data() + at;
-            const float* sin = m_.sin.data() + at;
-            float* q = s_.q.data() + static_cast<size_t>(i) * s_.q_stride;
-            for (int h = 0; h < shape.q_heads; ++h, q += d) {
-                if (!l.q_norm.empty()) rms_norm_row(q, l.q_norm.data(), d, shape.norm_eps, q);
-                rope_head(q, cos, sin, d, shape.scale, q);
-            }
-            const float* k = s_.k.data() + static_cast<size_t>(i) * s_.kv_stride;
-            const float* v = s_.v.data() + static_cast<size_t>(i) * s_.kv_stride;
-            for (int h = 0; h < shape.kv_heads; ++h, k += d, v += d) {
-                const float* source = k;
-                if (!l.k_norm.empty()) {
-                    rms_norm_row(k, l.k_norm.data(), d, shape.norm_eps, buffer);
-                    source = buffer;
-                }
-                rope_head(source, cos, sin, d, 1.0f, buffer);
-                write_head(*s_.store, layer, s_.step->slots[i], h, buffer, v);
-            }
+        const size_t at = static_cast<size_t>(s_.step->positions[node]) * static_cast<size_t>(d / 2);
+        const float* cos = m_.cos.data() + at;
+        const float* sin = m_.sin.data() + at;
+        float* q = s_.q.data() + static_cast<size_t>(node) * s_.q_stride + static_cast<size_t>(head * per_group * d);
+        for (int g = 0; g < per_group; ++g, q += d) {
+            if (!l.q_norm.empty()) rms_norm_row(q, l.q_norm.data(), d, shape.norm_eps, q);
+            rope_head(q, cos, sin, d, shape.scale, q);
         }
+        const size_t kv = static_cast<size_t>(node) * s_.kv_stride + static_cast<size_t>(head * d);
+        const float* k = s_.k.data() + kv;
+        if (!l.k_norm.empty()) {
+            rms_norm_row(k, l.k_norm.data(), d, shape.norm_eps, buffer);
+            k = buffer;
+        }
+        rope_head(k, cos, sin, d, 1.0f, buffer);
+        write_head(*s_.store, layer, s_.step->slots[node], head, buffer, s_.v.data() + kv);
     }
 
     void attend(int layer, int begin, int end, int thread) {
         const AttentionLayer a{s_.step, s_.store, &s_.plan, s_.q.data(), s_.attended.data(), s_.q_stride, m_.shape.q_heads, m_.shape.window, layer};
-        for (int u = begin; u < end; ++u) attend_unit(a, u, s_.threads[static_cast<size_t>(thread)].attention);
+        attend_units(a, begin, end, s_.threads[static_cast<size_t>(thread)].attention);
     }
 
     void final_norm(int begin, int end) {
@@ -266,8 +273,8 @@ inline void list_phases(DecoderState& s, int head_rows) {
         const auto& slot = m.layers[static_cast<size_t>(layer)].slot;
         input(Op::AttentionInput, layer, s.nodes);
         add(Op::Qkv, layer, tiles_phase(slot[FS_SLOT_Q].tiles + slot[FS_SLOT_K].tiles + slot[FS_SLOT_V].tiles, slot[FS_SLOT_Q].tile_bytes));
-        add(Op::Rotate, layer, by_row);
-        add(Op::Attend, layer, {run_phase, static_cast<int>(s.plan.units.size()), 1, 1});
+        add(Op::Rotate, layer, {run_phase, (s.nodes + kGroup - 1) / kGroup * m.shape.kv_heads, 1, 16});
+        add(Op::Attend, layer, {run_phase, static_cast<int>(s.plan.units.size()), 1, 64});
         input(Op::OutputInput, layer, s.nodes);
         add(Op::Output, layer, tiles_phase(slot[FS_SLOT_O].tiles, slot[FS_SLOT_O].tile_bytes));
         input(Op::MlpInput, layer, s.nodes);
@@ -288,9 +295,6 @@ inline void reserve(DecoderState& s, int threads) {
     const int q_width = shape.q_heads * shape.head_dim, kv_width = shape.kv_heads * shape.head_dim;
     s.q_stride = static_cast<size_t>(q_width);
     s.kv_stride = static_cast<size_t>(kv_width);
-    const auto grow = [](auto& buffer, size_t size) {
-        if (buffer.size() < size) buffer.resize(size);
-    };
     const int widest = std::max({shape.hidden, q_width, shape.intermediate});
     const int rows = std::max(s.nodes, s.step->scored);
     grow(s.x, n * static_cast<size_t>(shape.hidden));
@@ -306,10 +310,10 @@ inline void reserve(DecoderState& s, int threads) {
         grow(t.quantised, act_bytes(widest, kPrivateRows));
         grow(t.values, static_cast<size_t>(kPrivateRows) * static_cast<size_t>(widest));
         grow(t.head, static_cast<size_t>(shape.head_dim));
-        if (t.best.size() < static_cast<size_t>(s.step->scored)) t.best.resize(static_cast<size_t>(s.step->scored));
+        grow(t.best, static_cast<size_t>(s.step->scored));
         t.prepared = -1;
         t.has_best = false;
-        t.attention.reserve(s.plan.max_queries, s.plan.stride, shape.head_dim);
+        t.attention.reserve(s.plan.max_queries, s.plan.padded, shape.head_dim);
     }
 }
 
@@ -319,7 +323,8 @@ inline std::unique_ptr<DecoderStateBase> make_decoder_state(const Model* model) 
     return state;
 }
 
-inline fs_error decoder_forward(DecoderStateBase& base, Team& team, const fs_step& step, const fs_store& store, float* hidden, int32_t* argmax, float* logits) {
+inline fs_error decoder_forward(DecoderStateBase& base, Team& team, const fs_step& step, const fs_store& store, float* hidden, int32_t* argmax, float* logits,
+                                double* profile) {
     auto& s = static_cast<DecoderState&>(base);
     const fs_shape& shape = s.model->shape;
     s.nodes = step.nodes;
@@ -330,7 +335,11 @@ inline fs_error decoder_forward(DecoderStateBase& base, Team& team, const fs_ste
     plan_attention(step, shape.q_heads, shape.kv_heads, shape.head_dim, shape.window, team.threads(), &s.plan);
     reserve(s, team.threads());
     list_phases(s, step.scored);
-    if (!team.run(&s, s.phases.data(), static_cast<int>(s.phases.size()))) return FS_BAD_SHAPE;
+    if (profile != nullptr) s.seconds.assign(s.phases.size(), 0.0);
+    if (!team.run(&s, s.phases.data(), static_cast<int>(s.phases.size()), profile != nullptr ? s.seconds.data() : nullptr)) return FS_BAD_SHAPE;
+    if (profile != nullptr) {
+        for (size_t p = 0; p < s.phases.size(); ++p) profile[static_cast<size_t>(s.ops[p].first)] += s.seconds[p];
+    }
     for (int r = 0; r < step.scored; ++r) {
         float value = -__builtin_inff();
         int32_t index = INT32_MAX;

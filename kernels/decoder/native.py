@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ctypes import Array, c_double
 from pathlib import Path
 
 import torch
@@ -15,6 +16,23 @@ from kernels.native.tensors import address, step_data, store_data, weight_data
 
 _ATTENTION_NORM, _MLP_NORM, _Q_NORM, _K_NORM, _FINAL_NORM, _COS, _SIN = range(7)
 _EMBEDDING, _HEAD = range(2)
+
+PHASES = (
+    "embed",
+    "attention input",
+    "q k v",
+    "rotate and write",
+    "attention",
+    "output input",
+    "output",
+    "mlp input",
+    "gate up",
+    "down input",
+    "down",
+    "final norm",
+    "vocabulary input",
+    "vocabulary",
+)
 
 
 def _storage(weight: Weight) -> int:
@@ -78,6 +96,17 @@ class NativeDecoder:
 
     def forward(self, inputs: StepInputs, store: KVTensors, need_logits: bool) -> DecoderOutput:
         """One pass. Raises NativeError, having computed nothing, when an index is out of bounds."""
+        return self._forward(inputs, store, need_logits, None)
+
+    def profile(self, inputs: StepInputs, store: KVTensors, need_logits: bool = False) -> dict[str, float]:
+        """Seconds the caller's thread spent in each kind of phase of one pass, waiting included."""
+        seconds = (c_double * len(PHASES))()
+        self._forward(inputs, store, need_logits, seconds)
+        return dict(zip(PHASES, seconds, strict=True))
+
+    def _forward(
+        self, inputs: StepInputs, store: KVTensors, need_logits: bool, profile: Array[c_double] | None
+    ) -> DecoderOutput:
         scored = inputs.score_rows.shape[0]
         hidden = torch.empty(inputs.num_nodes, self.shape.hidden)
         argmax = torch.empty(scored, dtype=torch.int32)
@@ -91,6 +120,7 @@ class NativeDecoder:
                 hidden.data_ptr(),
                 argmax.data_ptr(),
                 None if logits is None else logits.data_ptr(),
+                profile,
             )
         )
         return DecoderOutput(hidden=hidden, argmax=argmax, logits=logits)

@@ -9,11 +9,12 @@
 
 namespace fs::FS_ISA {
 
-// Quantised rows lie in groups of 16. Per group and block of 32 inputs one record:
-// [16][32] int8 codes | [16] a | [16] a * sum | [16] -8 * sum | [16] -128 * sum   (sum = sum of the codes, int32)
+// Quantised rows lie in groups of 16. Per group and block of 32 inputs one record: 16 cache lines, one per row, so that threads
+// that quantise neighbouring rows never write to the same line:
+// 32 x int8 codes | a | a * sum | -8 * sum | -128 * sum   (sum = sum of the codes; float32, float32, int32, int32)
 constexpr int kGroup = 16;
-constexpr size_t kActRecord = 768;
-constexpr size_t kActScale = 512, kActScaledSum = 576, kActMinus8 = 640, kActMinus128 = 704;
+constexpr size_t kActRow = 64, kActRecord = kGroup * kActRow;
+constexpr size_t kActScale = 32, kActScaledSum = 36, kActMinus8 = 40, kActMinus128 = 44;
 
 inline size_t act_group_bytes(int in) { return static_cast<size_t>((in + 2 * kBlock - 1) / (2 * kBlock)) * 2 * kActRecord; }
 inline size_t act_bytes(int in, int rows) { return act_group_bytes(in) * static_cast<size_t>((rows + kGroup - 1) / kGroup); }
@@ -26,41 +27,55 @@ struct Rows {
     size_t stride = 0;  // floats from row to row
 };
 
+// Codes of 16 values: round_half_even(x / a). A product with the reciprocal is off by less than 2e-5 at |x / a| <= 127, so it
+// decides all but the values that close to a tie; those (and steps too small for a reciprocal) take the true quotient.
+inline I codes_of(F x, float a, float reciprocal) {
+    const F scaled = mul(x, set1(reciprocal));
+    const F whole = round_even(scaled);
+    const F off = abs(sub(scaled, whole));
+    if (all(less(off, set1(0.49996f)))) return round_int(whole);
+    return round_int(div(x, set1(a)));
+}
+
 // x[0..in) of row `row` into its group. `in` is a multiple of 32.
 inline void quantise_row(const float* x, int in, int row, uint8_t* act) {
     const int blocks = in / kBlock;
-    const int lane = row % kGroup;
-    uint8_t* record = act + act_group_bytes(in) * static_cast<size_t>(row / kGroup);
-    for (int b = 0; b < blocks; ++b, record += kActRecord) {
-        const F low = load(x + b * kBlock), high = load(x + b * kBlock + 16);
-        const float a = reduce_max(max(abs(low), abs(high))) / 127.0f;
-        int8_t* codes = reinterpret_cast<int8_t*>(record) + kBlock * lane;
+    uint8_t* out = act + act_group_bytes(in) * static_cast<size_t>(row / kGroup) + kActRow * static_cast<size_t>(row % kGroup);
+    alignas(64) float step[16], reciprocal[16];
+    for (int b = 0; b < blocks; ++b, out += kActRecord) {
+        if (b % 16 == 0) {  // the steps of the next 16 blocks: one vector division instead of 16 scalar ones
+            alignas(64) float largest[16] = {};
+            for (int i = 0; i < 16 && b + i < blocks; ++i) {
+                const float* block = x + (b + i) * kBlock;
+                largest[i] = reduce_max(max(abs(load(block)), abs(load(block + 16))));
+            }
+            const F a = div(load(largest), set1(127.0f));
+            store(step, a);
+            store(reciprocal, div(set1(1.0f), a));
+        }
+        const float a = step[b % 16];
+        int8_t* codes = reinterpret_cast<int8_t*>(out);
         int32_t sum = 0;
         if (a > 0.0f) {
-            const F step = set1(a);
-            const I q0 = round_int(div(low, step)), q1 = round_int(div(high, step));
+            const I q0 = codes_of(load(x + b * kBlock), a, reciprocal[b % 16]);
+            const I q1 = codes_of(load(x + b * kBlock + 16), a, reciprocal[b % 16]);
             store_int8(codes, q0);
             store_int8(codes + 16, q1);
             sum = reduce_add(add(q0, q1));
         } else {
             std::memset(codes, 0, kBlock);
         }
-        const float scaled = a * static_cast<float>(sum);
-        const int32_t minus8 = -8 * sum, minus128 = -128 * sum;
-        std::memcpy(record + kActScale + 4 * lane, &a, 4);
-        std::memcpy(record + kActScaledSum + 4 * lane, &scaled, 4);
-        std::memcpy(record + kActMinus8 + 4 * lane, &minus8, 4);
-        std::memcpy(record + kActMinus128 + 4 * lane, &minus128, 4);
+        const float floats[2] = {a, a * static_cast<float>(sum)};
+        const int32_t integers[2] = {-8 * sum, -128 * sum};
+        std::memcpy(out + kActScale, floats, 8);
+        std::memcpy(out + kActMinus8, integers, 8);
     }
-    if (blocks % 2 != 0) {  // the zero block that fills the last record
-        std::memset(record + kBlock * lane, 0, kBlock);
-        for (size_t field : {kActScale, kActScaledSum, kActMinus8, kActMinus128}) std::memset(record + field + 4 * lane, 0, 4);
-    }
+    if (blocks % 2 != 0) std::memset(out, 0, kActRow);  // the zero block that fills the last record
 }
 
 template <Kind K, int R>
-inline void quantised_block(const uint8_t* codes, const uint8_t* scale, const uint8_t* minimum, const int8_t* q,
-                            const uint8_t* fields, F (&acc)[R]) {
+inline void quantised_block(const uint8_t* codes, const uint8_t* scale, const uint8_t* minimum, const uint8_t* rows,
+                            F (&acc)[R]) {
     Codes w;
     if constexpr (K <= Kind::Q4Offset) {
         unpack_nibbles(codes, w);
@@ -71,42 +86,47 @@ inline void quantised_block(const uint8_t* codes, const uint8_t* scale, const ui
     F m = zero();
     if constexpr (K == Kind::Q4Min) m = load_half(reinterpret_cast<const uint16_t*>(minimum));
     if constexpr (K == Kind::Q8Min) m = load(reinterpret_cast<const float*>(minimum));
-    const auto* a = reinterpret_cast<const float*>(fields + kActScale);
-    const auto* scaled_sum = reinterpret_cast<const float*>(fields + kActScaledSum);
-    const auto* minus8 = reinterpret_cast<const int32_t*>(fields + kActMinus8);
-    const auto* minus128 = reinterpret_cast<const int32_t*>(fields + kActMinus128);
+    const auto field = [rows](size_t offset, int r) { return rows + offset + kActRow * static_cast<size_t>(r); };
+    const auto real = [&](size_t offset, int r) { return set1(*reinterpret_cast<const float*>(field(offset, r))); };
+    const auto whole = [&](size_t offset, int r) { return *reinterpret_cast<const int32_t*>(field(offset, r)); };
+    I dot[R];
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
-        I dot;
-        if constexpr (K == Kind::Q4Min) dot = dot_nibbles(w, q + kBlock * r, set1(0));
-        if constexpr (K == Kind::Q4Offset) dot = dot_nibbles(w, q + kBlock * r, set1(minus8[r]));
-        if constexpr (K == Kind::Q8Min) dot = dot_bytes(w, q + kBlock * r, set1(kBytesShift == 0 ? 0 : -minus128[r]));
-        if constexpr (K == Kind::Q8Offset) dot = dot_bytes(w, q + kBlock * r, set1(kBytesShift == 0 ? minus128[r] : 0));
-        acc[r] = fma(mul(d, set1(a[r])), to_float(dot), acc[r]);
-        if constexpr (K == Kind::Q4Min || K == Kind::Q8Min) acc[r] = fma(m, set1(scaled_sum[r]), acc[r]);
+        if constexpr (K == Kind::Q4Min) dot[r] = set1(0);
+        if constexpr (K == Kind::Q4Offset) dot[r] = set1(whole(kActMinus8, r));
+        if constexpr (K == Kind::Q8Min) dot[r] = set1(kBytesShift == 0 ? 0 : -whole(kActMinus128, r));
+        if constexpr (K == Kind::Q8Offset) dot[r] = set1(kBytesShift == 0 ? whole(kActMinus128, r) : 0);
+    }
+    if constexpr (K <= Kind::Q4Offset) {
+        dot_nibbles<R, kActRow>(w, reinterpret_cast<const int8_t*>(rows), dot);
+    } else {
+        dot_bytes<R, kActRow>(w, reinterpret_cast<const int8_t*>(rows), dot);
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+        acc[r] = fma(mul(d, real(kActScale, r)), to_float(dot[r]), acc[r]);
+        if constexpr (K == Kind::Q4Min || K == Kind::Q8Min) acc[r] = fma(m, real(kActScaledSum, r), acc[r]);
     }
 }
 
 // Bytes ahead of the reader that are asked for from memory.
 constexpr size_t kPrefetch = 2560;
 
-// R rows of a group from `lane` on: their codes start at 32 * lane of a record, their other fields are shifted by 4 * lane.
+// R rows; `rows` is the first one's line in its group's first record.
 template <Kind K, int R>
-void quantised_tile(const uint8_t* w, int pairs, const uint8_t* group, int lane, F* out) {
+void quantised_tile(const uint8_t* w, int pairs, const uint8_t* rows, F* out) {
     constexpr size_t codes = code_bytes(K), record = record_bytes(K);
     constexpr size_t minimum_bytes = K == Kind::Q8Min ? 64 : 32;
-    const auto* q = reinterpret_cast<const int8_t*>(group) + kBlock * lane;
-    const uint8_t* fields = group + 4 * lane;
     F acc[R];
     for (int r = 0; r < R; ++r) acc[r] = zero();
-    for (int p = 0; p < pairs; ++p, w += record, q += 2 * kActRecord, fields += 2 * kActRecord) {
+    for (int p = 0; p < pairs; ++p, w += record, rows += 2 * kActRecord) {
         if constexpr (R <= 8) {
 #pragma GCC unroll 20
             for (size_t line = 0; line < record; line += 64) prefetch(w + kPrefetch + line);
         }
         const uint8_t* scale = w + 2 * codes;
-        quantised_block<K, R>(w, scale, scale + 64, q, fields, acc);
-        quantised_block<K, R>(w + codes, scale + 32, scale + 64 + minimum_bytes, q + kActRecord, fields + kActRecord, acc);
+        quantised_block<K, R>(w, scale, scale + 64, rows, acc);
+        quantised_block<K, R>(w + codes, scale + 32, scale + 64 + minimum_bytes, rows + kActRecord, acc);
     }
     for (int r = 0; r < R; ++r) out[r] = acc[r];
 }
@@ -133,8 +153,8 @@ void dense_tile(const uint8_t* w, int in, const float* x, size_t stride, F* out)
 template <Kind K, int R>
 inline void tile_rows(const Packed& w, int tile, const Rows& x, int row, F* acc) {
     if constexpr (K <= Kind::Q8Offset) {
-        const uint8_t* group = x.quantised + x.group_bytes * static_cast<size_t>(row / kGroup);
-        quantised_tile<K, R>(w.tile(tile), w.pairs, group, row % kGroup, acc);
+        const uint8_t* rows = x.quantised + x.group_bytes * static_cast<size_t>(row / kGroup) + kActRow * static_cast<size_t>(row % kGroup);
+        quantised_tile<K, R>(w.tile(tile), w.pairs, rows, acc);
     } else {
         dense_tile<K, R>(w.tile(tile), w.in, x.values + x.stride * static_cast<size_t>(row), x.stride, acc);
     }

@@ -96,6 +96,7 @@ std::vector<float>* vector_of(Model& m, int layer, int which) {
 
 }  // namespace
 
+#pragma GCC visibility push(default)
 extern "C" {
 
 // Name of the i-th instruction set that this build has and this machine runs, best first; null past the last.
@@ -190,12 +191,15 @@ int32_t fs_decoder_set_vector(void* decoder, int layer, int which, const float* 
     return FS_OK;
 }
 
-int32_t fs_decoder_forward(void* decoder, void* team, const fs_step* step, const fs_store* store, float* hidden, int32_t* argmax, float* logits) {
+// `profile`: null, or kProfileOps numbers to which the seconds spent in each kind of phase are added.
+int32_t fs_decoder_forward(void* decoder, void* team, const fs_step* step, const fs_store* store, float* hidden, int32_t* argmax, float* logits,
+                           double* profile) {
     auto& d = *static_cast<Decoder*>(decoder);
     const fs_shape& shape = d.model.shape;
     fs_error error = check_store(shape, *store);
     if (error == FS_OK) error = check_step(*step, *store, d.model.embedding().out, shape.max_position);
     if (error != FS_OK) return error;
-    return d.ops->decoder_forward(*d.state, *static_cast<Team*>(team), *step, *store, hidden, argmax, logits);
+    return d.ops->decoder_forward(*d.state, *static_cast<Team*>(team), *step, *store, hidden, argmax, logits, profile);
 }
 }
+#pragma GCC visibility pop

@@ -14,7 +14,7 @@ namespace {
 
 void quantise(const float* x, int rows, int in, int8_t* codes, float* a, int32_t* sums) {
     const int blocks = in / kBlock;
-    std::vector<uint8_t> act(act_bytes(in, 1));
+    Buffer<uint8_t> act(act_bytes(in, 1));
     for (int r = 0; r < rows; ++r) {
         quantise_row(x + static_cast<size_t>(r) * static_cast<size_t>(in), in, 0, act.data());
         for (int b = 0; b < blocks; ++b) {
@@ -38,7 +38,7 @@ struct LinearJob {
 
 void linear(Team& team, const Packed& w, const float* x, int rows, float* y) {
     LinearJob job{&w, {}, rows, y};
-    std::vector<uint8_t> act;
+    Buffer<uint8_t> act;
     job.x.values = x;
     job.x.stride = static_cast<size_t>(w.in);
     if (is_quantised(w.kind)) {
@@ -110,18 +110,18 @@ struct AttentionJob {
 
 void tree_attention(Team& team, const float* q, int q_heads, const fs_store& store, int layer, const fs_step& step, float scale, int window, float* out) {
     const auto width = static_cast<size_t>(q_heads) * static_cast<size_t>(store.head_dim);
-    std::vector<float> scaled(q, q + static_cast<size_t>(step.nodes) * width);
+    Buffer<float> scaled(q, q + static_cast<size_t>(step.nodes) * width);
     for (float& value : scaled) value *= scale;
     AttentionPlan plan;
     plan_attention(step, q_heads, store.kv_heads, store.head_dim, window, team.threads(), &plan);
     AttentionJob job{{&step, &store, &plan, scaled.data(), out, width, q_heads, window, layer}, {}};
     job.scratch.resize(static_cast<size_t>(team.threads()));
-    for (AttentionScratch& s : job.scratch) s.reserve(plan.max_queries, plan.stride, store.head_dim);
+    for (AttentionScratch& s : job.scratch) s.reserve(plan.max_queries, plan.padded, store.head_dim);
     const Phase phase{[](void* p, int, int begin, int end, int thread) {
                           auto& j = *static_cast<AttentionJob*>(p);
-                          for (int u = begin; u < end; ++u) attend_unit(j.layer, u, j.scratch[static_cast<size_t>(thread)]);
+                          attend_units(j.layer, begin, end, j.scratch[static_cast<size_t>(thread)]);
                       },
-                      static_cast<int>(plan.units.size()), 1, 1};
+                      static_cast<int>(plan.units.size()), 1, 64};
     team.run(&job, &phase, 1);
 }
 

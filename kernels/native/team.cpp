@@ -90,7 +90,7 @@ void Team::worker(int thread) {
         }
         if (stop_.load()) return;
         last = open_.load(std::memory_order_acquire);
-        work(last, job_.load(std::memory_order_acquire), count_.load(std::memory_order_acquire), thread);
+        work(last, job_.load(std::memory_order_acquire), count_.load(std::memory_order_acquire), thread, nullptr);
     }
 }
 
@@ -113,8 +113,10 @@ bool Team::claim(Slot& slot, uint32_t run, int* begin, int* end) const {
     }
 }
 
-void Team::work(uint32_t run, void* job, int count, int thread) {
+void Team::work(uint32_t run, void* job, int count, int thread, double* seconds) {
+    using Clock = std::chrono::steady_clock;
     for (int p = 0; p < count; ++p) {
+        const auto begun = seconds != nullptr ? Clock::now() : Clock::time_point{};
         Slot& slot = slots_[p];
         int begin, end;
         while (claim(slot, run, &begin, &end)) {
@@ -131,10 +133,11 @@ void Team::work(uint32_t run, void* job, int count, int thread) {
                 sched_yield();
             }
         }
+        if (seconds != nullptr) seconds[p] = std::chrono::duration<double>(Clock::now() - begun).count();
     }
 }
 
-bool Team::run(void* job, const Phase* phases, int count) {
+bool Team::run(void* job, const Phase* phases, int count, double* seconds) {
     if (count > kMaxPhases) return false;
     if (pid_ != getpid()) {  // forked: the workers stayed in the parent, locks may be in any state
         new (&mutex_) std::mutex;
@@ -163,7 +166,7 @@ bool Team::run(void* job, const Phase* phases, int count) {
         std::lock_guard<std::mutex> lock(mutex_);
         wake_.notify_all();
     }
-    work(run, job, count, 0);
+    work(run, job, count, 0, seconds);
     return true;
 }
 

@@ -19,12 +19,20 @@ ROOT = Path(__file__).resolve().parents[2]
 DEFAULT_CACHE = Path.home() / ".cache" / "forespeak" / "kernels"
 LIBRARY = "libforespeak.so"
 
-COMMON = ("-std=c++20", "-fPIC", "-ffp-contract=off", "-pthread", "-Wall", "-Wextra", "-Wno-uninitialized")
+COMMON = (
+    "-std=c++20",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-ffp-contract=off",
+    "-pthread",
+    "-Wall",
+    "-Wextra",
+    "-Wno-uninitialized",
+)
 GCC_ONLY = ("-Wno-maybe-uninitialized",)
-X86 = {
-    "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mavx2", "-mfma", "-mf16c", "-mpopcnt"),
-    "avx2": ("-mavx2", "-mfma", "-mf16c", "-mpopcnt"),
-}
+_AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mpopcnt")
+_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni")
+X86 = {"avx2": _AVX2, "avx512": _AVX512}  # ascending
 
 
 class BuildError(RuntimeError):
@@ -56,12 +64,14 @@ def units() -> list[Unit]:
     have = tuple(f"-DFS_HAVE_{name.upper()}" for name in wide)
     isa = [Unit("kernels/native/isa.cpp", f"isa_{name}", ("-O3", f"-DFS_ISA={name}", *flags)) for name, flags in wide.items()]
     portable = ("-mcpu=native",) if platform.machine().lower() in ("aarch64", "arm64") else ()
+    # The linker keeps the first copy of a function that several objects hold (templates of the standard library), so the objects
+    # that need the least come first: no machine is given a copy made for a better one.
     return [
-        *isa,
-        Unit("kernels/native/isa.cpp", "isa_portable", ("-O2", "-DFS_ISA=portable", *portable)),
         Unit("kernels/native/entry.cpp", "entry", ("-O2", *have)),
         Unit("kernels/native/pack.cpp", "pack", ("-O3",)),
         Unit("kernels/native/team.cpp", "team", ("-O2",)),
+        Unit("kernels/native/isa.cpp", "isa_portable", ("-O2", "-DFS_ISA=portable", *portable)),
+        *isa,
     ]
 
 

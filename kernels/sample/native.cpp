@@ -6,6 +6,7 @@
 #include <cmath>
 #include <vector>
 
+#include "buffer.h"
 #include "lanes.h"
 
 namespace fs::FS_ISA {
@@ -25,7 +26,7 @@ struct Cut {
 };
 
 struct SampleScratch {
-    std::vector<float> e;
+    Buffer<float> e;
     std::vector<int32_t> some;
     std::vector<int32_t> count;
     std::vector<double> mass;
@@ -57,7 +58,7 @@ inline int32_t tie_cut(const float* e, int n, float weight, int64_t keep) {
 }
 
 // Tokens of bin `bin` that `cut` keeps, best first (ties: lower id first).
-inline void list_bin(const std::vector<float>& e, int n, int bin, const Cut& cut, std::vector<int32_t>* out) {
+inline void list_bin(const Buffer<float>& e, int n, int bin, const Cut& cut, std::vector<int32_t>* out) {
     out->clear();
     for (int i = 0; i < n; ++i) {
         if (bin_of(e[static_cast<size_t>(i)]) == bin && cut.keeps(e[static_cast<size_t>(i)], i)) out->push_back(i);

@@ -12,11 +12,12 @@
 #include <vector>
 
 #include "api.h"
+#include "buffer.h"
 
 namespace fs {
 
 constexpr int kChunk = 128;   // positions per softmax chunk, a multiple of 16
-constexpr int kMaxQueries = 24;  // query vectors (nodes x heads of a group) of one unit, more only when a group alone is larger
+constexpr int kMaxQueries = 48;  // query vectors (nodes x heads of a group) of one unit, more only when a group alone is larger
 constexpr int kMaxTree = 64;  // nodes of a tree row
 
 inline int bits(uint64_t word) { return __builtin_popcountll(word); }
@@ -40,11 +41,11 @@ struct AttentionGroup {
 struct AttentionPlan {
     std::vector<AttentionUnit> units;
     std::vector<AttentionGroup> groups;
-    std::vector<float> partial;  // per group and chunk, per query vector: [D padded to 16] sums, maximum, sum of weights
+    Buffer<float> partial;  // per group and chunk: a Partial (tiles.h)
     std::unique_ptr<std::atomic<int>[]> finished;  // per group
     size_t finished_size = 0;
     int max_queries = 1;
-    int stride = 0;  // floats per query vector of a partial result
+    int padded = 0;  // head dimension rounded up to whole vectors
 };
 
 // Keys node `node` sees: positions [0, seen). Window aside.
@@ -54,6 +55,9 @@ inline int keys_seen(const fs_step& step, int row, int node) {
     return step.kv_lens[row] + bits(static_cast<uint64_t>(step.words[node]));
 }
 
+// Floats of one chunk's result for some queries; see Partial in tiles.h.
+inline size_t partial_floats(int queries, int padded) { return static_cast<size_t>(queries * padded + 2 * ((queries + 15) / 16 * 16)); }
+
 inline int first_key(int seen, int window) { return window > 0 && seen > window ? seen - window : 0; }
 
 inline void plan_attention(const fs_step& step, int q_heads, int kv_heads, int head_dim, int window, int threads, AttentionPlan* plan) {
@@ -62,7 +66,7 @@ inline void plan_attention(const fs_step& step, int q_heads, int kv_heads, int h
     plan->units.clear();
     plan->groups.clear();
     plan->max_queries = nodes_per_unit * per_group;
-    plan->stride = (head_dim + 15) / 16 * 16 + 16;
+    plan->padded = (head_dim + 15) / 16 * 16;
     int tiles = 0;
     for (int s = 0; s < step.rows; ++s) tiles += (step.row_ptr[s + 1] - step.row_ptr[s] + nodes_per_unit - 1) / nodes_per_unit * kv_heads;
     const bool split = threads > 1 && tiles < 8 * threads;
@@ -84,7 +88,7 @@ inline void plan_attention(const fs_step& step, int q_heads, int kv_heads, int h
                 }
                 const int group = static_cast<int>(plan->groups.size());
                 plan->groups.push_back({chunk_begin, chunk_end, partial});
-                partial += static_cast<size_t>(chunk_end - chunk_begin) * static_cast<size_t>((end - begin) * per_group * plan->stride);
+                partial += static_cast<size_t>(chunk_end - chunk_begin) * partial_floats((end - begin) * per_group, plan->padded);
                 for (int c = chunk_begin; c < chunk_end; ++c) plan->units.push_back({s, h, begin, end, c, c + 1, group});
             }
         }

@@ -5,8 +5,9 @@
 // Compiled once per instruction set with -ffp-contract=off and FS_ISA = the namespace's name.
 //
 //   F       16 x float32        I       16 x int32        M   16 booleans        B64   64 bytes
-//   dot_nibbles(w, q, init)     init + dot of one block: codes 0..15, `w` = 4 x 64 packed bytes, q = 32 int8
-//   dot_bytes(w, q, init)       the same for codes 0..255, `w` = 8 x 64 bytes; minus kBytesShift * sum(q)
+//   Codes   one block of weight codes, 32 inputs by 16 outputs, unpacked from 4 x 64 (4 bits) or 8 x 64 bytes (8 bits)
+//   dot_nibbles<R, Step>(w, q, s)   s[r] += codes (0..15) . q[r], for R rows of 32 int8 that lie Step bytes apart
+//   dot_bytes<R, Step>(w, q, s)     the same for codes 0..255, minus kBytesShift * sum(q[r])
 #pragma once
 
 #include <cstdint>
@@ -30,16 +31,15 @@ constexpr int kLanes = 16;
 
 inline F bcast(const float* p) { return set1(*p); }
 
-// exp(x) by range reduction to |r| <= ln2 / 2 and the Taylor series to r^7 (error below 1 ulp); 0 below -87.3.
+// exp(x) by range reduction to |r| <= ln2 / 2 and the Taylor series to r^7 (error below 1 ulp); 0 below -87, where the result would soon be subnormal (and slow).
+// For x <= 88 only (softmax weights have x <= 0); exp_clamped takes anything.
 inline F exp_lanes(F x) {
-    const F high = set1(88.3762589f);
-    const F low = set1(-87.3365448f);
+    const F low = set1(-87.0f);
     const M tiny = less(x, low);
-    x = min(max(x, low), high);
-    const I n = round_int(mul(x, set1(1.44269504f)));
-    const F fn = to_float(n);
-    F r = fma(fn, set1(-0.693359375f), x);
-    r = fma(fn, set1(2.12194440e-4f), r);
+    x = max(x, low);
+    const F n = round_even(mul(x, set1(1.44269504f)));
+    F r = fma(n, set1(-0.693359375f), x);
+    r = fma(n, set1(2.12194440e-4f), r);
     F y = set1(1.0f / 5040.0f);
     y = fma(y, r, set1(1.0f / 720.0f));
     y = fma(y, r, set1(1.0f / 120.0f));
@@ -50,16 +50,11 @@ inline F exp_lanes(F x) {
     y = fma(y, r, set1(1.0f));
     return select(tiny, zero(), scale_by_power(y, n));
 }
-
-inline float exp_one(float x) {
-    alignas(64) float out[16];
-    store(out, exp_lanes(set1(x)));
-    return out[0];
-}
+inline F exp_clamped(F x) { return exp_lanes(min(x, set1(88.0f))); }
 
 // silu(g) * u, silu(g) = g / (1 + exp(-g)) (Shazeer 2020, SwiGLU).
 inline F silu_mul(F gate, F up) {
-    const F denominator = add(set1(1.0f), exp_lanes(sub(zero(), gate)));
+    const F denominator = add(set1(1.0f), exp_clamped(sub(zero(), gate)));
     return mul(div(gate, denominator), up);
 }
 

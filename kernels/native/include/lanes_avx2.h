@@ -63,6 +63,7 @@ inline M not_(M x) {
     const __m256 ones = _mm256_castsi256_ps(_mm256_set1_epi32(-1));
     return {_mm256_xor_ps(x.a, ones), _mm256_xor_ps(x.b, ones)};
 }
+inline bool all(M x) { return (_mm256_movemask_ps(x.a) & _mm256_movemask_ps(x.b)) == 0xFF; }
 inline bool any(M x) { return (_mm256_movemask_ps(x.a) | _mm256_movemask_ps(x.b)) != 0; }
 
 inline I set1(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
@@ -77,10 +78,16 @@ inline void store(int32_t* p, I x) {
 inline I add(I x, I y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
 inline F to_float(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
 inline I round_int(F x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
-inline F scale_by_power(F y, I n) {
+inline F round_even(F x) {
+    constexpr int mode = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+    return {_mm256_round_ps(x.a, mode), _mm256_round_ps(x.b, mode)};
+}
+// y * 2^n for whole n in -126..127
+inline F scale_by_power(F y, F n) {
+    const I e = round_int(n);
     const __m256i bias = _mm256_set1_epi32(127);
-    return {_mm256_mul_ps(y.a, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n.a, bias), 23))),
-            _mm256_mul_ps(y.b, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n.b, bias), 23)))};
+    return {_mm256_mul_ps(y.a, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(e.a, bias), 23))),
+            _mm256_mul_ps(y.b, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(e.b, bias), 23)))};
 }
 
 inline F load_half(const uint16_t* p) {
@@ -142,7 +149,7 @@ inline void unpack_bytes(const uint8_t* w, Codes& out) {
     }
 }
 // Eight products of at most 2 * 15 * 127 fit in 16 bits, so the widening add is done once per block.
-inline I dot_nibbles(const Codes& w, const int8_t* q, I init) {
+inline I dot_nibbles_row(const Codes& w, const int8_t* q, I init) {
     __m256i a = _mm256_setzero_si256(), b = _mm256_setzero_si256();
     for (int j = 0; j < 8; ++j) {
         const __m256i x = bcast4(q + 4 * j);
@@ -152,7 +159,7 @@ inline I dot_nibbles(const Codes& w, const int8_t* q, I init) {
     const __m256i ones = _mm256_set1_epi16(1);
     return {_mm256_add_epi32(init.a, _mm256_madd_epi16(a, ones)), _mm256_add_epi32(init.b, _mm256_madd_epi16(b, ones))};
 }
-inline I dot_bytes(const Codes& w, const int8_t* q, I init) {
+inline I dot_bytes_row(const Codes& w, const int8_t* q, I init) {
     const __m256i ones = _mm256_set1_epi16(1);
     __m256i a = init.a, b = init.b;
     for (int j = 0; j < 8; ++j) {
@@ -162,6 +169,14 @@ inline I dot_bytes(const Codes& w, const int8_t* q, I init) {
         b = _mm256_add_epi32(b, _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_abs_epi8(wb), _mm256_sign_epi8(x, wb)), ones));
     }
     return {a, b};
+}
+template <int R, int Step>
+inline void dot_nibbles(const Codes& w, const int8_t* q, I* s) {
+    for (int r = 0; r < R; ++r) s[r] = dot_nibbles_row(w, q + Step * r, s[r]);
+}
+template <int R, int Step>
+inline void dot_bytes(const Codes& w, const int8_t* q, I* s) {
+    for (int r = 0; r < R; ++r) s[r] = dot_bytes_row(w, q + Step * r, s[r]);
 }
 
 inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }

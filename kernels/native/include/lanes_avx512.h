@@ -39,6 +39,7 @@ inline F select(M m, F yes, F no) { return {_mm512_mask_blend_ps(m.v, no.v, yes.
 inline I select(M m, I yes, I no) { return {_mm512_mask_blend_epi32(m.v, no.v, yes.v)}; }
 inline M both(M a, M b) { return {static_cast<__mmask16>(a.v & b.v)}; }
 inline M not_(M a) { return {static_cast<__mmask16>(~a.v)}; }
+inline bool all(M a) { return a.v == 0xFFFF; }
 inline bool any(M a) { return a.v != 0; }
 
 inline I set1(int32_t x) { return {_mm512_set1_epi32(x)}; }
@@ -48,9 +49,8 @@ inline void store(int32_t* p, I x) { _mm512_storeu_si512(p, x.v); }
 inline I add(I a, I b) { return {_mm512_add_epi32(a.v, b.v)}; }
 inline F to_float(I a) { return {_mm512_cvtepi32_ps(a.v)}; }
 inline I round_int(F a) { return {_mm512_cvtps_epi32(a.v)}; }  // to nearest, ties to even
-inline F scale_by_power(F y, I n) {
-    return {_mm512_mul_ps(y.v, _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(n.v, _mm512_set1_epi32(127)), 23)))};
-}
+inline F round_even(F a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+inline F scale_by_power(F y, F n) { return {_mm512_scalef_ps(y.v, n.v)}; }  // y * 2^n
 
 inline F load_half(const uint16_t* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
 inline F load_bf16(const uint16_t* p) {
@@ -90,13 +90,26 @@ inline void unpack_nibbles(const uint8_t* w, Codes& out) {
 inline void unpack_bytes(const uint8_t* w, Codes& out) {
     for (int j = 0; j < 8; ++j) out.c[j] = _mm512_loadu_si512(w + 64 * j);
 }
-inline I dot_codes(const Codes& w, const int8_t* q, I init) {
-    __m512i s = init.v;
-    for (int j = 0; j < 8; ++j) s = _mm512_dpbusd_epi32(s, w.c[j], bcast4(q + 4 * j));
-    return {s};
+// Rows are taken in step, four at a time: four independent chains hide the latency of the dot product.
+template <int R, int Step>
+inline void dot_codes(const Codes& w, const int8_t* q, I* s) {
+#pragma GCC unroll 4
+    for (int first = 0; first < R; first += 4) {
+#pragma GCC unroll 8
+        for (int j = 0; j < 8; ++j) {
+#pragma GCC unroll 4
+            for (int r = first; r < (first + 4 < R ? first + 4 : R); ++r) s[r].v = _mm512_dpbusd_epi32(s[r].v, w.c[j], bcast4(q + Step * r + 4 * j));
+        }
+    }
 }
-inline I dot_nibbles(const Codes& w, const int8_t* q, I init) { return dot_codes(w, q, init); }
-inline I dot_bytes(const Codes& w, const int8_t* q, I init) { return dot_codes(w, q, init); }
+template <int R, int Step>
+inline void dot_nibbles(const Codes& w, const int8_t* q, I* s) {
+    dot_codes<R, Step>(w, q, s);
+}
+template <int R, int Step>
+inline void dot_bytes(const Codes& w, const int8_t* q, I* s) {
+    dot_codes<R, Step>(w, q, s);
+}
 
 inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 

@@ -56,6 +56,11 @@ inline F select(M m, F yes, F no) { FS_F(m.v[i] ? yes.v[i] : no.v[i]); }
 inline I select(M m, I yes, I no) { FS_I(m.v[i] ? yes.v[i] : no.v[i]); }
 inline M both(M a, M b) { FS_M(a.v[i] && b.v[i]); }
 inline M not_(M a) { FS_M(!a.v[i]); }
+inline bool all(M a) {
+    bool out = true;
+    FS_EACH out &= a.v[i];
+    return out;
+}
 inline bool any(M a) {
     bool out = false;
     FS_EACH out |= a.v[i];
@@ -74,7 +79,9 @@ inline float from_bits(uint32_t bits) {
     __builtin_memcpy(&out, &bits, 4);
     return out;
 }
-inline F scale_by_power(F y, I n) { FS_F(y.v[i] * from_bits(static_cast<uint32_t>(n.v[i] + 127) << 23)); }
+inline F round_even(F a) { FS_F(std::nearbyintf(a.v[i])); }
+// y * 2^n for whole n in -126..127
+inline F scale_by_power(F y, F n) { FS_F(y.v[i] * from_bits(static_cast<uint32_t>(static_cast<int32_t>(n.v[i]) + 127) << 23)); }
 
 // Shifting the half's fields into a float's and scaling by 2^112 is exact, subnormals included.
 inline float half_to_float(uint16_t h) {
@@ -120,18 +127,26 @@ inline void unpack_nibbles(const uint8_t* w, Codes& out) {
     }
 }
 inline void unpack_bytes(const uint8_t* w, Codes& out) { std::memcpy(out.c, w, 512); }
-inline I dot_codes(const Codes& w, const int8_t* q, I init) {
-    for (int j = 0; j < 8; ++j) {
-        for (int i = 0; i < 16; ++i) {
-            int32_t s = 0;
-            for (int t = 0; t < 4; ++t) s += static_cast<int32_t>(w.c[j][4 * i + t]) * q[4 * j + t];
-            init.v[i] += s;
+template <int R, int Step>
+inline void dot_codes(const Codes& w, const int8_t* q, I* s) {
+    for (int r = 0; r < R; ++r, q += Step) {
+        for (int j = 0; j < 8; ++j) {
+            for (int i = 0; i < 16; ++i) {
+                int32_t sum = 0;
+                for (int t = 0; t < 4; ++t) sum += static_cast<int32_t>(w.c[j][4 * i + t]) * q[4 * j + t];
+                s[r].v[i] += sum;
+            }
         }
     }
-    return init;
 }
-inline I dot_nibbles(const Codes& w, const int8_t* q, I init) { return dot_codes(w, q, init); }
-inline I dot_bytes(const Codes& w, const int8_t* q, I init) { return dot_codes(w, q, init); }
+template <int R, int Step>
+inline void dot_nibbles(const Codes& w, const int8_t* q, I* s) {
+    dot_codes<R, Step>(w, q, s);
+}
+template <int R, int Step>
+inline void dot_bytes(const Codes& w, const int8_t* q, I* s) {
+    dot_codes<R, Step>(w, q, s);
+}
 
 inline void prefetch(const void* p) { __builtin_prefetch(p); }
 

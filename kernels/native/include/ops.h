@@ -26,7 +26,7 @@ struct Ops {
                    const float* min_p, const double* uniforms, int32_t* out_ids, float* out_p);
     std::unique_ptr<DecoderStateBase> (*decoder_state)(const Model* model);
     fs_error (*decoder_forward)(DecoderStateBase& state, Team& team, const fs_step& step, const fs_store& store, float* hidden, int32_t* argmax,
-                                float* logits);
+                                float* logits, double* profile);
 };
 
 const Ops* ops_avx512();

@@ -36,8 +36,8 @@ class Team {
     int threads() const { return threads_; }
 
     // Runs the phases in order; phase p + 1 starts after every unit of phase p is done. One call at a time (others wait).
-    // Returns false when there are more than kMaxPhases phases.
-    bool run(void* job, const Phase* phases, int count);
+    // Returns false when there are more than kMaxPhases phases. With `seconds`, the caller's time in each phase is written there.
+    bool run(void* job, const Phase* phases, int count, double* seconds = nullptr);
 
   private:
     // claim and done carry the number of the run in their high half, so a thread left over from an earlier run finds a
@@ -54,7 +54,7 @@ class Team {
     static void* entry(void* arg);
     void start_workers();
     void worker(int thread);
-    void work(uint32_t run, void* job, int count, int thread);
+    void work(uint32_t run, void* job, int count, int thread, double* seconds);
     bool claim(Slot& slot, uint32_t run, int* begin, int* end) const;
 
     int threads_;
