@@ -16,6 +16,7 @@ const FIRST_PAUSE_MS = 250;
 const LONGEST_PAUSE_MS = 8000;
 const HEARTBEAT_MS = 15000; // a socket that is silent for two of these is taken for dead
 const REFUSED = new Set([1008, 4401, 4408]); // close codes after which trying again cannot help
+const NO_KEY = 4401;
 const TOO_BIG = 1009; // sending the same again would be closed again
 
 export class ForespeakError extends Error {
@@ -216,6 +217,7 @@ class Client extends EventTarget {
   _closed(code, reason) {
     if (this.state === "closed") return;
     this.hello = null;
+    if (code === NO_KEY && !this._key) reason = "this server needs an API key";
     if (code === TOO_BIG) {
       for (const answer of [...this._answers.values()]) {
         if (!answer.responseId) answer._finish(null, new ForespeakError("message_too_big", reason || "the request is too big"));
