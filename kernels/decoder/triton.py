@@ -8,7 +8,7 @@ one kernel; each norm takes the residual addition before it along. Nothing is re
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -40,9 +40,10 @@ def stack(weights: Sequence[Weight]) -> tuple[Weight, ...]:
     if len(dense) == len(weights) and len({w.values.dtype for w in dense}) == 1:
         return (DenseWeight(torch.cat([w.values for w in dense]), bias),)
     blocks = [w for w in weights if isinstance(w, BlockWeight)]
-    if len(blocks) == len(weights) and len({(w.bits, w.minimum.dtype) for w in blocks}) == 1:
+    if len(blocks) == len(weights) and len({(w.bits, w.activation_bits, w.minimum.dtype) for w in blocks}) == 1:
         codes, scale = torch.cat([w.codes for w in blocks]), torch.cat([w.scale for w in blocks])
-        return (BlockWeight(blocks[0].bits, codes, scale, torch.cat([w.minimum for w in blocks]), bias),)
+        minimum = torch.cat([w.minimum for w in blocks])
+        return (replace(blocks[0], codes=codes, scale=scale, minimum=minimum, bias=bias),)
     return tuple(weights)
 
 

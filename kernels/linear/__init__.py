@@ -3,9 +3,12 @@
 Promise of every implementation: row i of y depends on row i of x and on W only, bit for bit, whatever N is.
 
 Quantised arithmetic (weights in `BlockWeight`): each row of x is cut into blocks of 32; per block
-``a = max|x| / 127`` (0 gives codes 0), ``q = round_half_even(x / a)`` as int8, ``sum = sum(q)``. With weight codes c,
+``a = max|x| / LARGEST[activation_bits]`` (0 gives codes 0), ``q = round_half_even(x / a)`` as an integer, ``sum = sum(q)``. With weight codes c,
 scale d and minimum m of the same block: ``y += (d * a) * dot(c, q) + m * (a * sum)``, blocks in ascending order in
-float32. The dot product is an exact integer.
+float32. The dot product is an exact integer of 32 bits, rounded once when it becomes a float.
+
+Activations have 8 bits, or 16 where a matrix is worth it: 16-bit codes are two int8 parts, ``q = 256 * high + low``, so the same
+byte products give the exact dot, ``256 * dot(c, high) + dot(c, low)``.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from dataclasses import dataclass
 import torch
 
 BLOCK = 32
+LARGEST = {8: 127, 16: 127 * 256}  # largest activation code by activation_bits; 16 leaves both parts within int8
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,7 @@ class BlockWeight:
     scale: torch.Tensor  # [out, in/32] float16
     minimum: torch.Tensor  # [out, in/32] float16 (bits 4) or float32
     bias: torch.Tensor | None = None  # [out] float32
+    activation_bits: int = 8  # 8 or 16: how finely the rows of x are quantised
 
     @property
     def out_features(self) -> int:

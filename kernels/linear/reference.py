@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.linear import BLOCK, BlockWeight, DenseWeight, Weight
+from kernels.linear import BLOCK, LARGEST, BlockWeight, DenseWeight, Weight
 
 _DOT_BYTES = 1 << 26  # block dot products held at once; only bounds memory, the values are exact integers
 
@@ -31,10 +31,10 @@ def _dense(x: torch.Tensor, weight: DenseWeight) -> torch.Tensor:
     return y
 
 
-def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def quantize_rows(x: torch.Tensor, bits: int = 8) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Rows [N, in] -> codes q [N, in/32, 32] (integers in float32), step a [N, in/32], sum of codes [N, in/32]."""
     blocks = x.reshape(x.shape[0], -1, BLOCK)
-    step = blocks.abs().amax(dim=-1) / 127.0
+    step = blocks.abs().amax(dim=-1) / float(LARGEST[bits])
     codes = torch.round(blocks / torch.where(step > 0, step, torch.ones_like(step)).unsqueeze(-1))  # half to even
     return codes, step, codes.sum(dim=-1)
 
@@ -49,16 +49,17 @@ def unpack_codes(weight: BlockWeight) -> torch.Tensor:
 
 
 def _blocks(x: torch.Tensor, weight: BlockWeight) -> torch.Tensor:
-    w = unpack_codes(weight).permute(1, 2, 0).contiguous()  # [blocks, 32, out]
+    # |dot| <= 32 * 127 * 255 < 2^24 with 8-bit rows: float32 holds every partial sum exactly, in any order. 16-bit rows need float64.
+    exact = torch.float32 if weight.activation_bits == 8 else torch.float64
+    w = unpack_codes(weight).permute(1, 2, 0).to(exact).contiguous()  # [blocks, 32, out]
     d = weight.scale.float()  # [out, blocks]
     m = weight.minimum.float()
     out, blocks = d.shape
     y = x.new_zeros(x.shape[0], out)
-    rows = max(1, _DOT_BYTES // (4 * out * blocks))
+    rows = max(1, _DOT_BYTES // (8 * out * blocks))
     for start in range(0, x.shape[0], rows):
-        q, a, total = quantize_rows(x[start : start + rows])
-        # |dot| <= 32 * 127 * 255 < 2^24: every partial sum is an integer that float32 holds exactly, in any order.
-        dot = torch.bmm(q.transpose(0, 1), w)  # [blocks, rows, out]
+        q, a, total = quantize_rows(x[start : start + rows], weight.activation_bits)
+        dot = torch.bmm(q.transpose(0, 1).to(w.dtype), w).float()  # [blocks, rows, out]
         part = y[start : start + rows]
         for b in range(blocks):
             step = a[:, b, None]  # [rows, 1]

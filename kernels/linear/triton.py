@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from kernels.interpreter import interpreted
-from kernels.linear import BLOCK, BlockWeight, DenseWeight, Weight
+from kernels.linear import BLOCK, LARGEST, BlockWeight, DenseWeight, Weight
 
 
 # The number of rows changes from step to step and is not specialised on: no compilation once the server is ready.
@@ -51,28 +51,39 @@ def _dense_kernel(
 @triton.jit(do_not_specialize=["count"])
 def _quantize_kernel(
     x_ptr,  # [N, blocks, 32]
-    codes_ptr,  # [N, blocks, 32] int8
+    codes_ptr,  # [N, blocks, 32] int16
     step_ptr,  # [N, blocks] float32
     total_ptr,  # [N, blocks] int32
     count,  # N * blocks
+    LARGEST: tl.constexpr,  # largest code
     TILE: tl.constexpr,
 ):
     block = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = block < count
     at = block[:, None] * 32 + tl.arange(0, 32)[None, :]
     x = tl.load(x_ptr + at, mask=inside[:, None], other=0.0).to(tl.float32)
-    step = tl.div_rn(tl.max(tl.abs(x), axis=1), 127.0)
+    step = tl.div_rn(tl.max(tl.abs(x), axis=1), LARGEST * 1.0)
     ratio = tl.div_rn(x, tl.where(step > 0.0, step, 1.0)[:, None])
     # Adding 1.5 * 2^23 leaves no room for a fraction: rounds to the nearest integer, halves to even.
     code = ((ratio + 12582912.0) - 12582912.0).to(tl.int32)
-    tl.store(codes_ptr + at, code.to(tl.int8), mask=inside[:, None])
+    tl.store(codes_ptr + at, code.to(tl.int16), mask=inside[:, None])
     tl.store(step_ptr + block, step, mask=inside)
     tl.store(total_ptr + block, tl.sum(code, axis=1), mask=inside)
 
 
+@triton.jit
+def _exact_dot(q, code, ROW_BITS: tl.constexpr):
+    """[rows, 32] int16 x [32, out] int8 -> int32; wide rows in two int8 parts."""
+    if ROW_BITS == 8:
+        return tl.dot(q.to(tl.int8), code, out_dtype=tl.int32)
+    high = (q + 128) >> 8
+    low = (q - high * 256).to(tl.int8)
+    return 256 * tl.dot(high.to(tl.int8), code, out_dtype=tl.int32) + tl.dot(low, code, out_dtype=tl.int32)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _block_kernel(
-    codes_ptr,  # [N, blocks, 32] int8 of the rows
+    codes_ptr,  # [N, blocks, 32] int16 of the rows
     step_ptr,  # [N, blocks] float32
     total_ptr,  # [N, blocks] int32
     w_ptr,  # [out, blocks, 4 * BITS] uint8
@@ -84,6 +95,7 @@ def _block_kernel(
     outs,
     blocks,
     BITS: tl.constexpr,
+    ROW_BITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -103,11 +115,11 @@ def _block_kernel(
         if BITS == 4:
             packed = tl.load(w_ptr + out_at[None, :] * 16 + (k % 16)[:, None], mask=out_in[None, :], other=0)
             code = ((packed >> (k // 16 * 4).to(tl.uint8)[:, None]) & 15).to(tl.int8)
-            dot = tl.dot(q, code, out_dtype=tl.int32)
+            dot = _exact_dot(q, code, ROW_BITS)
         else:
             raw = tl.load(w_ptr + out_at[None, :] * 32 + k[:, None], mask=out_in[None, :], other=128)
             code = (raw.to(tl.int32) - 128).to(tl.int8)
-            dot = tl.dot(q, code, out_dtype=tl.int32) + 128 * total[:, None]
+            dot = _exact_dot(q, code, ROW_BITS) + 128 * total[:, None]
         y += (scale[None, :] * step[:, None]) * dot.to(tl.float32) + minimum[None, :] * (step * total.to(tl.float32))[:, None]
     if bias_ptr is not None:
         y += tl.load(bias_ptr + out, mask=out_in, other=0.0)[None, :]
@@ -160,13 +172,16 @@ def _blocks(x: torch.Tensor, weight: BlockWeight) -> torch.Tensor:
     y = torch.empty(rows, outs, dtype=torch.float32, device=x.device)
     if rows == 0:
         return y
-    codes = torch.empty(rows, width, dtype=torch.int8, device=x.device)
+    codes = torch.empty(rows, width, dtype=torch.int16, device=x.device)
     step = torch.empty(rows, blocks, dtype=torch.float32, device=x.device)
     total = torch.empty(rows, blocks, dtype=torch.int32, device=x.device)
-    _quantize_kernel[(triton.cdiv(rows * blocks, 32),)](x, codes, step, total, rows * blocks, TILE=32, enable_fp_fusion=False)
+    bits = weight.activation_bits
+    _quantize_kernel[(triton.cdiv(rows * blocks, 32),)](
+        x, codes, step, total, rows * blocks, LARGEST=LARGEST[bits], TILE=32, enable_fp_fusion=False
+    )
     block_m = _tile_rows(rows)
     _block_kernel[(triton.cdiv(outs, 64), triton.cdiv(rows, block_m))](
         codes, step, total, weight.codes, weight.scale, weight.minimum, weight.bias, y, rows, outs, blocks,
-        BITS=weight.bits, BLOCK_M=block_m, BLOCK_N=64, enable_fp_fusion=False,
+        BITS=weight.bits, ROW_BITS=bits, BLOCK_M=block_m, BLOCK_N=64, enable_fp_fusion=False,
     )  # fmt: skip
     return y

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kernels.decoder import DecoderShape, DecoderWeights
-from kernels.linear import BlockWeight, DenseWeight, Weight
+from kernels.linear import DenseWeight, Weight
 from spec.errors import ModelFileError
 from spec.models.assemble import assemble
 from spec.models.config import ModelConfig, fail
@@ -60,7 +60,8 @@ def _first_rows(weight: Weight, rows: int) -> Weight:
     bias = None if weight.bias is None else weight.bias[:rows]
     if isinstance(weight, DenseWeight):
         return DenseWeight(weight.values[:rows], bias)
-    return BlockWeight(weight.bits, weight.codes[:rows], weight.scale[:rows], weight.minimum[:rows], bias)
+    codes, scale, minimum = weight.codes[:rows], weight.scale[:rows], weight.minimum[:rows]
+    return dataclasses.replace(weight, codes=codes, scale=scale, minimum=minimum, bias=bias)
 
 
 def load_model(

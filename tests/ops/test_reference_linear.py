@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -89,6 +91,26 @@ def test_nibble_order_and_lookup() -> None:
 def test_lookup_of_dense_rows() -> None:
     weight = DenseWeight(random(9, 5).bfloat16())
     assert torch.equal(lookup(weight, torch.tensor([8, 0, 8])), weight.values[[8, 0, 8]].float())
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_sixteen_bit_rows_lose_almost_nothing(bits: int) -> None:
+    """What is left of the activations' rounding is 1/256 of what 8 bits leave."""
+    weight = quantize(DenseWeight(random(131, 320)), bits)
+    x = random(123, 320, seed=3)
+    want = x.double() @ dequantize(weight).double().T
+
+    def error(activation_bits: int) -> float:
+        got = linear(x, replace(weight, activation_bits=activation_bits)).double()
+        return ((got - want).norm() / want.norm()).item()
+
+    assert error(16) < error(8) / 100
+
+
+def test_sixteen_bit_codes_fit_two_bytes() -> None:
+    codes, step, _ = quantize_rows(torch.tensor([[1.0, -1.0, *[0.5] * 30]]), 16)
+    assert torch.equal(step, torch.tensor([[1.0]]) / 32512.0)
+    assert codes[0, 0, :3].tolist() == [32512, -32512, 16256]
 
 
 @pytest.mark.parametrize("form", ["dense", "4", "8"])

@@ -21,7 +21,7 @@ from kernels.silu_mul import triton as silu_mul
 from kernels.tree_accept import triton as tree_accept
 from kernels.tree_attention import triton as tree_attention
 
-F32, BF16, F16, I32, I64, F64, U8, I8 = "*fp32", "*bf16", "*fp16", "*i32", "*i64", "*fp64", "*u8", "*i8"
+F32, BF16, F16, I32, I64, F64, U8, I16 = "*fp32", "*bf16", "*fp16", "*i32", "*i64", "*fp64", "*u8", "*i16"
 ATTENTION = {"GROUPS": 4, "PAGE": 16, "BLOCK_Q": 4, "BLOCK_M": 16, "BLOCK_N": 64, "WIDEN": False}
 ATTENTION_BATCH = [I32, I64, U8, I32, I32, I32, "fp32", *["i32"] * 6]
 SAMPLE = [F32, F32, I32, F32, F32]
@@ -69,16 +69,16 @@ CASES: list[tuple[Any, list[str | None], dict[str, Any]]] = [
         [F32, F32, None, F32, "i32", "i32", "i32"],
         {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 64, "WIDEN": False},
     ),
-    (linear._quantize_kernel, [F32, I8, F32, I32, "i32"], {"TILE": 32}),
+    (linear._quantize_kernel, [F32, I16, F32, I32, "i32"], {"LARGEST": 127, "TILE": 32}),
     (
         linear._block_kernel,
-        [I8, F32, I32, U8, F16, F16, None, F32, "i32", "i32", "i32"],
-        {"BITS": 4, "BLOCK_M": 16, "BLOCK_N": 64},
+        [I16, F32, I32, U8, F16, F16, None, F32, "i32", "i32", "i32"],
+        {"BITS": 4, "ROW_BITS": 16, "BLOCK_M": 16, "BLOCK_N": 64},
     ),
     (
         linear._block_kernel,
-        [I8, F32, I32, U8, F16, F32, F32, F32, "i32", "i32", "i32"],
-        {"BITS": 8, "BLOCK_M": 64, "BLOCK_N": 64},
+        [I16, F32, I32, U8, F16, F32, F32, F32, "i32", "i32", "i32"],
+        {"BITS": 8, "ROW_BITS": 8, "BLOCK_M": 64, "BLOCK_N": 64},
     ),
     (sample._sample_kernel, [*SAMPLE, F64, I32, "i32"], {"BLOCK": 1024}),
     (sample._sample_kernel, [*SAMPLE, None, F32, "i32"], {"BLOCK": 1024}),
