@@ -30,7 +30,7 @@ _PROBES = ((256, 8), (1024, 16))  # up to so many drafts under a load, every so 
 _PROBE_EVERY = 128  # later
 _PROBE_PRICE = 0.4  # what a probing step takes for the price of a node and of a pass
 _PRICED = 12  # nodes of one sequence that are priced one by one
-_MARGIN = 1.08  # a draft pass must promise this much more than its time is worth: estimates err, plain steps do not
+_MARGIN = 1.12  # a draft pass must promise this much more than its time is worth: estimates err, plain steps do not
 _SLACK = 0.7  # drafters see a price this much lower: the final cut is made over all requests
 _PRIOR_STEPS = 24.0  # plain steps that lambda starts from
 
@@ -54,7 +54,7 @@ class _LoadState:
     def __init__(self) -> None:
         self.guard = Guard()
         self.speed = Speed()  # tokens per sequence and plain-step time: how many times plain
-        self.speed.tokens = self.speed.time = _PRIOR_STEPS
+        self.speed.count = self.speed.tokens = self.speed.time = _PRIOR_STEPS
         self.nodes = 2.0  # admitted per sequence, lately
         self.marginal = -1.0  # milliseconds that the node after the last one admitted was worth, lately; -1 = not known
         self.steps = 0
@@ -114,7 +114,9 @@ class PriceSpeculator:
         price = self._price(step)
         prices = self._prices(step)
         per_ms = lambda_ * _MARGIN
+        most = MAX_NODES
         if step.probe:
+            most = int(state.nodes) + 2  # a look just past what is usual: depth costs passes
             price, per_ms = price * _PROBE_PRICE, per_ms * _PROBE_PRICE
             prices = tuple([p * _PROBE_PRICE for p in prices])
         else:
@@ -125,7 +127,7 @@ class PriceSpeculator:
 
         found: list[Budget] = []
         for view, limit in zip(views, limits, strict=True):
-            nodes = min(limit.max_nodes, MAX_NODES)
+            nodes = min(limit.max_nodes, most)
             policy = view.policy
             if policy.max_nodes is not None and policy.max_nodes < nodes:
                 nodes = policy.max_nodes
@@ -223,12 +225,11 @@ class PriceSpeculator:
         state = step.state
         state.marginal = after if state.marginal < 0.0 else state.marginal + 0.05 * (after - state.marginal)
         # A look at what was pruned.
-        return min(len(order), best_count + max(1, step.views // 16)) if step.probe else best_count
+        return min(len(order), best_count + max(2, step.views // 16)) if step.probe else best_count
 
     def _account(self, step: _Step, rows: int, chosen: Sequence[Sequence[Candidate]]) -> None:
         """Who brought what: tokens expected of each drafter's nodes, less their share of the verification."""
         total = sum(len(nodes) for nodes in chosen)
-        step.state.nodes += 0.05 * (total / step.views - step.state.nodes)
         if not total:
             return
         base = self.costs.pass_ms(step.rows, 0, 1)
@@ -259,7 +260,12 @@ class PriceSpeculator:
         time = min(max(step.total_ms, 1e-6) / max(plain_ms, 1e-6), 20.0)
         tokens = sum([len(outcome.path) + 1 for outcome in step.outcomes]) / count
         decided.state.speed.add(tokens, time)
+        if decided.probe:
+            return  # that is not how this load is served
         decided.state.guard.record(drafted=decided.drafted, tokens=tokens, time=time)
+        if decided.drafted:
+            usual = sum([len(outcome.tree) for outcome in step.outcomes]) / count
+            decided.state.nodes += 0.05 * (usual - decided.state.nodes)
 
     def _record_costs(self, step: StepRecord, decided: _Step, drafting: float) -> None:
         load = step.load
@@ -269,7 +275,7 @@ class PriceSpeculator:
             return
         for name in decided.asked:
             ms = step.draft_ms.get(name)
-            if ms is None:
+            if ms is None or decided.probe:
                 continue
             self.costs.record_draft(name, load.sequences, ms)
             worth = decided.state.worth.get(name)

@@ -83,14 +83,21 @@ class _Drafter:
 
     def estimate(self, mode: int, depth: int, rank: int, bin_: int) -> float:
         by_depth, by_rank = (mode * DEPTHS + depth) * RANKS + rank, mode * RANKS + rank
-        p = self.by_bin.shrink(mode * BINS + bin_, _CENTRES[bin_], _PRIOR_WEIGHT)
-        p = self.by_rank_bin.shrink(by_rank * BINS + bin_, p, _SHRINK)
+        p = _shrink(self.by_bin, mode * BINS + bin_, self.by_rank_bin, by_rank * BINS + bin_, _CENTRES[bin_], _PRIOR_WEIGHT)
+        p = _shrink(self.by_rank_bin, by_rank * BINS + bin_, self.finest, by_depth * BINS + bin_, p, _SHRINK)
         return self.finest.shrink(by_depth * BINS + bin_, p, _SHRINK)
 
     def estimate_unknown(self, mode: int, depth: int, rank: int) -> float:
-        by_rank = mode * RANKS + rank
-        p = self.by_rank.shrink(by_rank, _UNKNOWN_PRIOR[rank], _PRIOR_WEIGHT)
-        return self.by_depth.shrink((mode * DEPTHS + depth) * RANKS + rank, p, _SHRINK)
+        by_depth, by_rank = (mode * DEPTHS + depth) * RANKS + rank, mode * RANKS + rank
+        p = _shrink(self.by_rank, by_rank, self.by_depth, by_depth, _UNKNOWN_PRIOR[rank], _PRIOR_WEIGHT)
+        return self.by_depth.shrink(by_depth, p, _SHRINK)
+
+
+def _shrink(coarse: _Level, at: int, fine: _Level, own: int, prior: float, weight: float) -> float:
+    """The share in the other cells of a coarse one: what a cell saw itself must not count again in what it borrows."""
+    seen = max(0.0, coarse.seen[at] - fine.seen[own])
+    hits = min(seen, max(0.0, coarse.hits[at] - fine.hits[own]))
+    return (hits + weight * prior) / (seen + weight)
 
 
 class Calibration:

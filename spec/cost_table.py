@@ -20,7 +20,7 @@ from statistics import median
 GRID = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128, 192, 256, 384, 512, 1024)
 _MEASURED = (1, 2, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256)  # sizes tried at start-up, while time lasts
 _CONTEXT = 1024  # keys of the pass that tells the cost of context
-_RATE = 0.08  # share of a (clipped) relative error that the curve takes over at the step's own size
+_RATE = 0.04  # share of a (clipped) relative error that the curve takes over at the step's own size
 _FAR = 0.25  # of which far sizes take this share: a slower clock slows every size
 _REACH = 0.6  # the rest fades until sizes differ by 1 + this factor
 _ROWS_PRIOR = 0.1  # cost of one more row over that of the first, before anything is measured

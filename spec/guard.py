@@ -11,11 +11,14 @@ from __future__ import annotations
 _PLAIN_FIRST = 8  # plain steps wanted before the comparison means anything
 _PLAIN_FIRST_EVERY = 8
 _PLAIN_EVERY = 256  # later, to keep the comparison current
-_DRAFTED_FIRST = 48  # drafting steps before a verdict
+_DRAFTED_FIRST = 96  # drafting steps before a verdict
+_DOUBT = 1.5  # standard errors
 _DRAFTED_SOON = 12  # before one on a glaring difference
 _GLARING = 3.0  # standard errors
+_STALL = 2.0  # times the usual time of a step; more is counted as so much
 _CLEAR = 0.999  # slower by less is no difference
-_MEMORY = 400.0  # steps a speed remembers
+_MEMORY = 1200.0  # steps a speed remembers
+_WORTH_FIRST = 48  # steps before a drafter's worth is judged
 _REST = 256  # steps of rest after the first failure
 _LONGEST_REST = 16_384
 _PROVEN = 256  # drafting steps that clear earlier failures
@@ -35,6 +38,8 @@ class Speed:
         self.time_squared = self._tt = self._tc = 0.0
 
     def add(self, tokens: float, time: float) -> None:
+        if self.count > 4.0:
+            time = min(time, _STALL * self.time / self.count)  # a stall of the machine says nothing of either way to decode
         keep = self._keep
         self.count = self.count * keep + 1.0
         self.tokens = self.tokens * keep + tokens
@@ -92,7 +97,7 @@ class Guard:
         self.drafted.add(tokens, time)
         if self.drafted.count < _DRAFTED_SOON or self.plain.count < 0.75 * _PLAIN_FIRST:
             return
-        doubt = 1.0 if self.drafted.count >= _DRAFTED_FIRST else _GLARING
+        doubt = _DOUBT if self.drafted.count >= _DRAFTED_FIRST else _GLARING
         if self.drafted.value * (1.0 + doubt * self.drafted.error) < _CLEAR * self.plain.value * (1.0 - self.plain.error):
             self._rest = self._rest_next
             self._rest_next = min(2 * self._rest_next, _LONGEST_REST)
@@ -126,7 +131,7 @@ class Worth:
         rate = max(1.0 / 128.0, 1.0 / self._count)
         self.gain += (gain - self.gain) * rate
         self.cost += (cost - self.cost) * rate
-        if self._count >= _DRAFTED_FIRST and self.gain < self.cost:
+        if self._count >= _WORTH_FIRST and self.gain < self.cost:
             self._rest = self._rest_next
             self._rest_next = min(2 * self._rest_next, _LONGEST_REST)
         elif self._count >= _PROVEN:

@@ -12,8 +12,8 @@ from spec.calibration import Calibration
 from spec.drafter import Outcome
 from spec.tree import DraftTree
 
-_PULL = 3.0  # expected acceptances that "as usual" is worth
-_KEEP = 0.985  # per judged node
+_PULL = 10.0  # expected acceptances that "as usual" is worth
+_KEEP = 0.995  # per judged node
 _LOW, _HIGH = 0.2, 2.0
 _SEQUENCES = 4096
 
