@@ -16,7 +16,6 @@ class WireCutter:
 
     def __init__(self, port: int) -> None:
         self._target = port
-        self._loop = asyncio.new_event_loop()
         self._writers: set[asyncio.StreamWriter] = set()
         self._flowing = asyncio.Event()
         self._flowing.set()
@@ -38,6 +37,10 @@ class WireCutter:
 
     def mend(self) -> None:
         self._do(lambda: self._cut(False))
+
+    def point_to(self, port: int) -> None:
+        """Where new connections go."""
+        self._target = port
 
     def silence(self) -> None:
         """What is connected now stays connected, but nothing comes through any more."""
@@ -61,12 +64,15 @@ class WireCutter:
         self._writers.clear()
 
     async def serve(self, started: threading.Event) -> None:
+        self._loop, self._stopped = asyncio.get_running_loop(), asyncio.Event()
         async with await asyncio.start_server(self._connect, "127.0.0.1", 0) as listening:
             self.port = listening.sockets[0].getsockname()[1]
             started.set()
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.Event().wait()
+            await self._stopped.wait()
             self._cut(True)
+
+    def stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._stopped.set)
 
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
@@ -74,7 +80,11 @@ class WireCutter:
             writer.transport.abort()
             return
         flowing = self._flowing
-        up_reader, up_writer = await asyncio.open_connection("127.0.0.1", self._target)
+        try:
+            up_reader, up_writer = await asyncio.open_connection("127.0.0.1", self._target)
+        except OSError:
+            writer.transport.abort()
+            return
         self._writers |= {writer, up_writer}
         pumps = asyncio.gather(self._pump(reader, up_writer, flowing), self._pump(up_reader, writer, flowing))
         with contextlib.suppress(asyncio.CancelledError):  # the end of the test
@@ -89,23 +99,11 @@ class WireCutter:
         writer.transport.abort()
         self._writers.discard(writer)
 
-    def run(self, started: threading.Event) -> None:
-        with contextlib.closing(self._loop):
-            self._task = self._loop.create_task(self.serve(started))
-            self._loop.run_until_complete(self._task)
-            rest = asyncio.all_tasks(self._loop)
-            for task in rest:
-                task.cancel()
-            self._loop.run_until_complete(asyncio.gather(*rest, return_exceptions=True))
-
-    def stop(self) -> None:
-        self._loop.call_soon_threadsafe(lambda: self._task.cancel())
-
 
 @contextlib.contextmanager
 def wire_cutter(port: int) -> Iterator[WireCutter]:
     cutter, started = WireCutter(port), threading.Event()
-    thread = threading.Thread(target=cutter.run, args=(started,), daemon=True)
+    thread = threading.Thread(target=lambda: asyncio.run(cutter.serve(started)), daemon=True)
     thread.start()
     assert started.wait(10)
     try:
