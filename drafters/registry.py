@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from drafters.grammar import GrammarDrafter
+from drafters.heads import HeadsDrafter
 from drafters.model import ModelDrafter
 from drafters.suffix import SuffixDrafter
 from kernels.batch import KVTensors
@@ -108,9 +109,7 @@ def build(plan: DrafterPlan, pool: PagePool, config: EngineConfig, kv_dtype: tor
             s = entry.decoder.shape
             store = KVTensors.allocate(s.layers, config.num_pages, s.kv_heads, s.head_dim, config.page_size, kv_dtype, device)
             drafters.append(ModelDrafter(entry.kind, entry.decoder, store, pool))
-        elif entry.kind == "heads":
-            from drafters.heads import HeadsDrafter
-
+        elif entry.path is not None:
             drafters.append(HeadsDrafter.load(entry.path, plan.target))
         else:
             drafters.append(SuffixDrafter())

@@ -81,7 +81,9 @@ def serve(
     quantise: Quantise = None,
     tree_shape: TreeShape = None,
     max_tree_nodes: MaxNodes = None,
-    metrics_prefix: Annotated[str | None, typer.Option("--metrics-prefix")] = None,
+    metrics_prefix: Annotated[str | None, typer.Option("--metrics-prefix", help="first part of every metric's name")] = None,
+    log_json: Annotated[bool | None, typer.Option("--log-json", help="log one JSON object a line")] = None,
+    log_prompts: Annotated[bool | None, typer.Option("--log-prompts", help="let prompts and answers into the log")] = None,
     cache_dir: CacheDir = None,
 ) -> None:
     """Serve a model: chat page, WebSocket and OpenAI-compatible HTTP."""

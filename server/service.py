@@ -121,7 +121,8 @@ class Service:
 
     async def text_prompt(self, prompt: str) -> list[int]:
         self._check_bytes(len(prompt.encode()), "prompt")
-        return await self._in_pool(lambda: self.text.tokenizer.encode(prompt))
+        # A raw prompt begins as the model's texts do; an empty one stays empty and is refused.
+        return await self._in_pool(lambda: self.text.tokenizer.encode(prompt, add_special=bool(prompt)))
 
     def check_prompt_ids(self, ids: Sequence[int], param: str = "prompt") -> None:
         size = self.text.tokenizer.vocab_size
