@@ -29,6 +29,7 @@ struct alignas(64) ThreadState {
     Buffer<float> values;
     int prepared = -1;  // phase whose input lies in the buffers above
     AttentionScratch attention;
+    LinearScratch linear;
     Buffer<Best> best;
     bool has_best = false;
     Buffer<float> head;  // one rotated head
@@ -66,22 +67,22 @@ class Forward {
             case Op::MlpInput:
             case Op::DownInput:
             case Op::HeadInput: shared_input(op, layer, begin, end); break;
-            case Op::Qkv: qkv(m_.layers[static_cast<size_t>(layer)], input(Op::AttentionInput, layer, thread), begin, end); break;
+            case Op::Qkv: qkv(m_.layers[static_cast<size_t>(layer)], input(Op::AttentionInput, layer, thread), begin, end, thread); break;
             case Op::Rotate: rotate(layer, begin, end, thread); break;
             case Op::Attend: attend(layer, begin, end, thread); break;
             case Op::Output: {
                 const Packed& o = m_.layers[static_cast<size_t>(layer)].slot[FS_SLOT_O];
-                linear_add(o, input(Op::OutputInput, layer, thread), s_.nodes, begin, end, s_.x.data(), hidden());
+                linear_add(o, input(Op::OutputInput, layer, thread), s_.nodes, begin, end, scratch(thread), s_.x.data(), hidden());
                 break;
             }
             case Op::GateUp: {
                 const Layer& l = m_.layers[static_cast<size_t>(layer)];
-                linear_swiglu(l.slot[FS_SLOT_GATE], l.slot[FS_SLOT_UP], input(Op::MlpInput, layer, thread), s_.nodes, begin, end, s_.inner.data(), intermediate());
+                linear_swiglu(l.slot[FS_SLOT_GATE], l.slot[FS_SLOT_UP], input(Op::MlpInput, layer, thread), s_.nodes, begin, end, scratch(thread), s_.inner.data(), intermediate());
                 break;
             }
             case Op::Down: {
                 const Packed& down = m_.layers[static_cast<size_t>(layer)].slot[FS_SLOT_DOWN];
-                linear_add(down, input(Op::DownInput, layer, thread), s_.nodes, begin, end, s_.x.data(), hidden());
+                linear_add(down, input(Op::DownInput, layer, thread), s_.nodes, begin, end, scratch(thread), s_.x.data(), hidden());
                 break;
             }
             case Op::FinalNorm: final_norm(begin, end); break;
@@ -96,6 +97,7 @@ class Forward {
 
   private:
     size_t hidden() const { return static_cast<size_t>(m_.shape.hidden); }
+    LinearScratch& scratch(int thread) { return s_.threads[static_cast<size_t>(thread)].linear; }
     size_t intermediate() const { return static_cast<size_t>(m_.shape.intermediate); }
 
     void embed(int begin, int end) {
@@ -175,14 +177,14 @@ class Forward {
         return out;
     }
 
-    void qkv(const Layer& l, const Rows& x, int begin, int end) {
+    void qkv(const Layer& l, const Rows& x, int begin, int end, int thread) {
         const Packed* parts[3] = {&l.slot[FS_SLOT_Q], &l.slot[FS_SLOT_K], &l.slot[FS_SLOT_V]};
         float* targets[3] = {s_.q.data(), s_.k.data(), s_.v.data()};
         const size_t strides[3] = {s_.q_stride, s_.kv_stride, s_.kv_stride};
         int offset = 0;
         for (int part = 0; part < 3; ++part) {
             const int from = std::max(begin - offset, 0), to = std::min(end - offset, parts[part]->tiles);
-            if (from < to) linear_store(*parts[part], x, s_.nodes, from, to, targets[part], strides[part]);
+            if (from < to) linear_store(*parts[part], x, s_.nodes, from, to, scratch(thread), targets[part], strides[part]);
             offset += parts[part]->tiles;
         }
     }
@@ -237,7 +239,7 @@ class Forward {
             best_reset(t.best.data(), s_.step->scored);
             t.has_best = true;
         }
-        linear_best(m_.head, input(Op::HeadInput, -1, thread), s_.step->scored, begin, end, t.best.data(), s_.out_logits, static_cast<size_t>(m_.shape.vocab));
+        linear_best(m_.head, input(Op::HeadInput, -1, thread), s_.step->scored, begin, end, t.linear, t.best.data(), s_.out_logits, static_cast<size_t>(m_.shape.vocab));
     }
 
     DecoderState& s_;

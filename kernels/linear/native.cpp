@@ -4,6 +4,9 @@
 // order; the tile sizes below decide only which rows travel together, so they never change a bit of it.
 #pragma once
 
+#include <algorithm>
+
+#include "buffer.h"
 #include "lanes.h"
 #include "weights.h"
 
@@ -188,7 +191,13 @@ void tile_any(const Packed& w, int tile, const Rows& x, int row, int rows, F* ac
     }
 }
 
-// acc[0..rows) = rows row..row+rows of x times the 16 outputs of `tile`, bias included. rows <= 16, all in one group of 16.
+}  // namespace fs::FS_ISA
+
+#include "kernels/linear/amx.h"
+
+namespace fs::FS_ISA {
+
+// acc[0..rows) = rows row..row+rows of x times the 16 outputs of `tile`. rows <= 16, all in one group of 16.
 inline void accumulate(const Packed& w, int tile, const Rows& x, int row, int rows, F* acc) {
     switch (w.kind) {
         case Kind::Q4Min: tile_any<Kind::Q4Min>(w, tile, x, row, rows, acc); break;
@@ -199,74 +208,115 @@ inline void accumulate(const Packed& w, int tile, const Rows& x, int row, int ro
         case Kind::F16: tile_any<Kind::F16>(w, tile, x, row, rows, acc); break;
         case Kind::BF16: tile_any<Kind::BF16>(w, tile, x, row, rows, acc); break;
     }
-    if (!w.bias.empty()) {
-        const F bias = load(w.bias.data() + tile * kTile);
-        for (int r = 0; r < rows; ++r) acc[r] = add(acc[r], bias);
-    }
 }
 
-// Calls sink(tile, row, rows, acc) for tiles [begin, end) and all n rows, rows in groups of at most 16 so that a group stays in the
-// first-level cache while the tiles pass by.
+inline void add_bias(const Packed& w, int tile, int rows, F* acc) {
+    if (w.bias.empty()) return;
+    const F bias = load(w.bias.data() + tile * kTile);
+    for (int r = 0; r < rows; ++r) acc[r] = add(acc[r], bias);
+}
+
+// A thread's room for unpacked weight tiles.
+struct LinearScratch {
+    Buffer<uint8_t> codes;
+};
+
+// Calls sink(tile, row, rows, first, second) for tiles [begin, end) and all n rows, rows in groups of at most 16 so that a group stays
+// in the first-level cache while the tiles pass by. `b`, when given, has the shape of `a` and the same input.
 template <class Sink>
-inline void linear_tiles(const Packed& w, const Rows& x, int n, int begin, int end, Sink&& sink) {
-    F acc[kGroup];
+inline void linear_tiles_plain(const Packed& a, const Packed* b, const Rows& x, int n, int begin, int end, Sink&& sink) {
+    F first[kGroup], second[kGroup];
     for (int row = 0; row < n; row += kGroup) {
         const int rows = n - row < kGroup ? n - row : kGroup;
         for (int tile = begin; tile < end; ++tile) {
-            accumulate(w, tile, x, row, rows, acc);
-            sink(tile, row, rows, acc);
+            accumulate(a, tile, x, row, rows, first);
+            add_bias(a, tile, rows, first);
+            if (b != nullptr) {
+                accumulate(*b, tile, x, row, rows, second);
+                add_bias(*b, tile, rows, second);
+            }
+            sink(tile, row, rows, first, second);
         }
     }
 }
 
-// y[n][stride] = rows of x times w; the columns behind the last output are left alone.
-inline void linear_store(const Packed& w, const Rows& x, int n, int begin, int end, float* y, size_t stride) {
-    linear_tiles(w, x, n, begin, end, [&](int tile, int row, int rows, const F* acc) {
-        const int column = tile * kTile;
-        const int width = w.out - column;
-        for (int r = 0; r < rows; ++r) {
-            float* target = y + static_cast<size_t>(row + r) * stride + column;
-            if (width >= kTile) {
-                store(target, acc[r]);
-            } else {
-                store_part(target, acc[r], width);
+#if defined(__AMX_INT8__)
+constexpr size_t kUnpackedMost = size_t{256} << 10;  // a share of the second-level cache
+
+template <class Sink>
+inline void linear_tiles_amx(const Packed& a, const Packed* b, const Rows& x, int n, int begin, int end, LinearScratch& scratch, Sink&& sink) {
+    const size_t size_a = unpacked_bytes(a), size_b = b != nullptr ? unpacked_bytes(*b) : 0;
+    const int batch = std::max<int>(1, static_cast<int>(kUnpackedMost / (size_a + size_b)));
+    const int whole = n / kGroup * kGroup;
+    grow(scratch.codes, static_cast<size_t>(batch) * (size_a + size_b));
+    F first[kGroup], second[kGroup];
+    amx_configure();
+    for (int from = begin; from < end; from += batch) {
+        const int to = std::min(from + batch, end);
+        const auto codes = [&](int tile) { return scratch.codes.data() + static_cast<size_t>(tile - from) * (size_a + size_b); };
+        for (int tile = from; tile < to; ++tile) {
+            unpack_tile(a, tile, codes(tile));
+            if (b != nullptr) unpack_tile(*b, tile, codes(tile) + size_a);
+        }
+        for (int row = 0; row < whole; row += kGroup) {
+            const uint8_t* group = x.quantised + x.group_bytes * static_cast<size_t>(row / kGroup);
+            for (int tile = from; tile < to; ++tile) {
+                amx_tile(a, tile, codes(tile), group, first);
+                add_bias(a, tile, kGroup, first);
+                if (b != nullptr) {
+                    amx_tile(*b, tile, codes(tile) + size_a, group, second);
+                    add_bias(*b, tile, kGroup, second);
+                }
+                sink(tile, row, kGroup, first, second);
             }
         }
+    }
+    amx_release();
+    if (whole == n) return;
+    Rows rest = x;  // the rows that do not fill a group
+    rest.quantised += x.group_bytes * static_cast<size_t>(whole / kGroup);
+    linear_tiles_plain(a, b, rest, n - whole, begin, end, [&](int tile, int row, int rows, F* u, F* v) { sink(tile, whole + row, rows, u, v); });
+}
+#endif
+
+template <class Sink>
+inline void linear_tiles(const Packed& a, const Packed* b, const Rows& x, int n, int begin, int end, LinearScratch& scratch, Sink&& sink) {
+#if defined(__AMX_INT8__)
+    if (n >= kGroup && is_quantised(a.kind) && (b == nullptr || is_quantised(b->kind))) {
+        linear_tiles_amx(a, b, x, n, begin, end, scratch, sink);
+        return;
+    }
+#else
+    (void)scratch;
+#endif
+    linear_tiles_plain(a, b, x, n, begin, end, sink);
+}
+
+// y[n][stride] = rows of x times w; the columns behind the last output are left alone.
+inline void linear_store(const Packed& w, const Rows& x, int n, int begin, int end, LinearScratch& scratch, float* y, size_t stride) {
+    linear_tiles(w, nullptr, x, n, begin, end, scratch, [&](int tile, int row, int rows, const F* acc, const F*) {
+        const int column = tile * kTile;
+        for (int r = 0; r < rows; ++r) store_part(y + static_cast<size_t>(row + r) * stride + column, acc[r], w.out - column);
     });
 }
 
 // y[n][stride] += rows of x times w: the residual connection.
-inline void linear_add(const Packed& w, const Rows& x, int n, int begin, int end, float* y, size_t stride) {
-    linear_tiles(w, x, n, begin, end, [&](int tile, int row, int rows, const F* acc) {
-        const int column = tile * kTile;
-        const int width = w.out - column;
+inline void linear_add(const Packed& w, const Rows& x, int n, int begin, int end, LinearScratch& scratch, float* y, size_t stride) {
+    linear_tiles(w, nullptr, x, n, begin, end, scratch, [&](int tile, int row, int rows, const F* acc, const F*) {
+        const int column = tile * kTile, width = w.out - column;
         for (int r = 0; r < rows; ++r) {
             float* target = y + static_cast<size_t>(row + r) * stride + column;
-            if (width >= kTile) {
-                store(target, add(load(target), acc[r]));
-            } else {
-                store_part(target, add(load_part(target, width), acc[r]), width);
-            }
+            store_part(target, add(load_part(target, width), acc[r]), width);
         }
     });
 }
 
 // y[n][stride] = silu(gate(x)) * up(x).
-inline void linear_swiglu(const Packed& gate, const Packed& up, const Rows& x, int n, int begin, int end, float* y, size_t stride) {
-    F other[kGroup];
-    linear_tiles(gate, x, n, begin, end, [&](int tile, int row, int rows, const F* acc) {
-        accumulate(up, tile, x, row, rows, other);
+inline void linear_swiglu(const Packed& gate, const Packed& up, const Rows& x, int n, int begin, int end, LinearScratch& scratch, float* y,
+                          size_t stride) {
+    linear_tiles(gate, &up, x, n, begin, end, scratch, [&](int tile, int row, int rows, const F* g, const F* u) {
         const int column = tile * kTile;
-        const int width = gate.out - column;
-        for (int r = 0; r < rows; ++r) {
-            float* target = y + static_cast<size_t>(row + r) * stride + column;
-            const F value = silu_mul(acc[r], other[r]);
-            if (width >= kTile) {
-                store(target, value);
-            } else {
-                store_part(target, value, width);
-            }
-        }
+        for (int r = 0; r < rows; ++r) store_part(y + static_cast<size_t>(row + r) * stride + column, silu_mul(g[r], u[r]), gate.out - column);
     });
 }
 
@@ -281,8 +331,8 @@ inline void best_reset(Best* best, int n) {
 }
 
 // Keeps the largest output of each row (the lowest index on ties), and stores all outputs when y is given.
-inline void linear_best(const Packed& w, const Rows& x, int n, int begin, int end, Best* best, float* y, size_t stride) {
-    linear_tiles(w, x, n, begin, end, [&](int tile, int row, int rows, const F* acc) {
+inline void linear_best(const Packed& w, const Rows& x, int n, int begin, int end, LinearScratch& scratch, Best* best, float* y, size_t stride) {
+    linear_tiles(w, nullptr, x, n, begin, end, scratch, [&](int tile, int row, int rows, const F* acc, const F*) {
         const int column = tile * kTile;
         const int width = w.out - column;
         const M inside = first(width);

@@ -1,6 +1,14 @@
 // The plain C interface: what Python calls. Checks what would otherwise read or write out of bounds.
 #include <cstring>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include "ops.h"
 
 namespace {
@@ -9,6 +17,9 @@ using namespace fs;
 
 const Ops* const* tables() {
     static const Ops* const list[] = {
+#ifdef FS_HAVE_AMX
+        ops_amx(),
+#endif
 #ifdef FS_HAVE_AVX512
         ops_avx512(),
 #endif
@@ -19,13 +30,31 @@ const Ops* const* tables() {
     return list;
 }
 
+#if defined(__x86_64__)
+bool has_avx512() {
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
+}
+
+// The processor has the unit and the system lets this process use its registers (asking again is harmless).
+bool has_amx() {
+#if defined(__linux__)
+    unsigned a, b, c, d;
+    constexpr unsigned kTile = 1u << 24, kInt8 = 1u << 25;
+    if (__get_cpuid_count(7, 0, &a, &b, &c, &d) == 0 || (d & kTile) == 0 || (d & kInt8) == 0) return false;
+    constexpr long kRequestPermission = 0x1023, kTileData = 18;
+    return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+    return false;
+#endif
+}
+#endif
+
 bool supported(const char* name) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    if (std::strcmp(name, "avx512") == 0) {
-        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
-    }
+    if (std::strcmp(name, "amx") == 0) return has_avx512() && has_amx();
+    if (std::strcmp(name, "avx512") == 0) return has_avx512();
     if (std::strcmp(name, "avx2") == 0) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 #endif
     return std::strcmp(name, "portable") == 0;

@@ -34,10 +34,11 @@ struct LinearJob {
     Rows x;
     int rows;
     float* y;
+    std::vector<LinearScratch> scratch;
 };
 
 void linear(Team& team, const Packed& w, const float* x, int rows, float* y) {
-    LinearJob job{&w, {}, rows, y};
+    LinearJob job{&w, {}, rows, y, std::vector<LinearScratch>(static_cast<size_t>(team.threads()))};
     Buffer<uint8_t> act;
     job.x.values = x;
     job.x.stride = static_cast<size_t>(w.in);
@@ -48,9 +49,9 @@ void linear(Team& team, const Packed& w, const float* x, int rows, float* y) {
         job.x.group_bytes = act_group_bytes(w.in);
     }
     Phase phase = tiles_phase(w.tiles, w.tile_bytes);
-    phase.run = [](void* p, int, int begin, int end, int) {
+    phase.run = [](void* p, int, int begin, int end, int thread) {
         auto& j = *static_cast<LinearJob*>(p);
-        linear_store(*j.w, j.x, j.rows, begin, end, j.y, static_cast<size_t>(j.w->out));
+        linear_store(*j.w, j.x, j.rows, begin, end, j.scratch[static_cast<size_t>(thread)], j.y, static_cast<size_t>(j.w->out));
     };
     team.run(&job, &phase, 1);
 }

@@ -29,6 +29,7 @@ struct Ops {
                                 float* logits, double* profile);
 };
 
+const Ops* ops_amx();
 const Ops* ops_avx512();
 const Ops* ops_avx2();
 const Ops* ops_portable();

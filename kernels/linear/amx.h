@@ -1,0 +1,135 @@
+// Tiles of 16 outputs by 16 rows on the matrix unit (AMX int8): the integer dot products of a block of 32 inputs in one instruction.
+//
+// The integers are exact and the float part is the same chain as in native.cpp, so the results are the same bits. Weight codes are
+// unpacked to signed or unsigned bytes once per tile and then used for all rows.
+#pragma once
+
+#if defined(__AMX_INT8__)
+
+#include "buffer.h"
+#include "lanes.h"
+#include "weights.h"
+
+namespace fs::FS_ISA {
+
+// Own statements instead of the compiler's intrinsics, which do not tell it that memory is read.
+#define FS_TILE_LOAD(tile, base, stride) \
+    asm volatile("tileloadd (%0,%1,1), %%tmm" #tile ::"r"(base), "r"(static_cast<size_t>(stride)) : "memory")
+#define FS_TILE_STORE(tile, base) asm volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::"r"(base), "r"(size_t{64}) : "memory")
+#define FS_TILE_ZERO(tile) asm volatile("tilezero %%tmm" #tile ::)
+#define FS_TILE_DOT(name, c, a, b) asm volatile(name " %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
+
+// Tiles 0, 1: sums (16 rows of 16 int32). 2, 3: activations (16 rows of 32 bytes). 4, 5: weights (8 rows of 16 x 4 bytes).
+inline void amx_configure() {
+    struct alignas(64) Config {
+        uint8_t palette = 1, start_row = 0, reserved[14] = {};
+        uint16_t row_bytes[16] = {64, 64, 32, 32, 64, 64};
+        uint8_t rows[16] = {16, 16, 16, 16, 8, 8};
+    };
+    static const Config config;
+    asm volatile("ldtilecfg %0" ::"m"(config));
+}
+inline void amx_release() { asm volatile("tilerelease" ::); }
+
+constexpr size_t kUnpackedBlock = 512;  // 8 lines of 4 inputs by 16 outputs
+
+inline size_t unpacked_bytes(const Packed& w) { return static_cast<size_t>(w.pairs) * 2 * kUnpackedBlock; }
+
+// Codes as bytes: unsigned for Q8Min, signed with the offset taken off for the kinds that have one, and 0..15 for Q4Min.
+template <Kind K>
+void unpack_tile_as(const uint8_t* w, int pairs, uint8_t* out) {
+    const __m512i offset = _mm512_set1_epi8(K == Kind::Q4Offset ? 8 : (K == Kind::Q8Offset ? -128 : 0));
+    for (int p = 0; p < pairs; ++p, w += record_bytes(K)) {
+        for (int half = 0; half < 2; ++half, out += kUnpackedBlock) {
+            Codes codes;
+            if constexpr (K <= Kind::Q4Offset) {
+                unpack_nibbles(w + static_cast<size_t>(half) * code_bytes(K), codes);
+            } else {
+                unpack_bytes(w + static_cast<size_t>(half) * code_bytes(K), codes);
+            }
+            for (int j = 0; j < 8; ++j) _mm512_storeu_si512(out + 64 * j, _mm512_sub_epi8(codes.c[j], offset));
+        }
+    }
+}
+
+inline void unpack_tile(const Packed& w, int tile, uint8_t* out) {
+    switch (w.kind) {
+        case Kind::Q4Min: unpack_tile_as<Kind::Q4Min>(w.tile(tile), w.pairs, out); break;
+        case Kind::Q4Offset: unpack_tile_as<Kind::Q4Offset>(w.tile(tile), w.pairs, out); break;
+        case Kind::Q8Min: unpack_tile_as<Kind::Q8Min>(w.tile(tile), w.pairs, out); break;
+        default: unpack_tile_as<Kind::Q8Offset>(w.tile(tile), w.pairs, out); break;
+    }
+}
+
+template <Kind K>
+inline void amx_float_part(const uint8_t* scale, const uint8_t* minimum, const uint8_t* rows, const int32_t* dots, F (&acc)[kGroup]) {
+    const F d = load_half(reinterpret_cast<const uint16_t*>(scale));
+    F m = zero();
+    if constexpr (K == Kind::Q4Min) m = load_half(reinterpret_cast<const uint16_t*>(minimum));
+    if constexpr (K == Kind::Q8Min) m = load(reinterpret_cast<const float*>(minimum));
+#pragma GCC unroll 16
+    for (int r = 0; r < kGroup; ++r) {
+        const auto* fields = reinterpret_cast<const float*>(rows + kActRow * static_cast<size_t>(r) + kActScale);
+        acc[r] = fma(mul(d, set1(fields[0])), to_float(load(dots + 16 * r)), acc[r]);
+        if constexpr (K == Kind::Q4Min || K == Kind::Q8Min) acc[r] = fma(m, set1(fields[1]), acc[r]);
+    }
+}
+
+// One tile of outputs by one full group of 16 rows. The matrix unit works one block ahead of the float part.
+template <Kind K>
+void amx_tile_as(const uint8_t* w, const uint8_t* codes, int pairs, const uint8_t* group, F* out) {
+    alignas(64) int32_t even[256], odd[256];
+    F acc[kGroup];
+    for (int r = 0; r < kGroup; ++r) acc[r] = zero();
+    const auto dot_even = [&](int b) {
+        FS_TILE_ZERO(0);
+        FS_TILE_LOAD(2, group + static_cast<size_t>(b) * kActRecord, kActRow);
+        FS_TILE_LOAD(4, codes + static_cast<size_t>(b) * kUnpackedBlock, 64);
+        if constexpr (K == Kind::Q8Min) {
+            FS_TILE_DOT("tdpbsud", 0, 2, 4);
+        } else {
+            FS_TILE_DOT("tdpbssd", 0, 2, 4);
+        }
+        FS_TILE_STORE(0, even);
+    };
+    const auto dot_odd = [&](int b) {
+        FS_TILE_ZERO(1);
+        FS_TILE_LOAD(3, group + static_cast<size_t>(b) * kActRecord, kActRow);
+        FS_TILE_LOAD(5, codes + static_cast<size_t>(b) * kUnpackedBlock, 64);
+        if constexpr (K == Kind::Q8Min) {
+            FS_TILE_DOT("tdpbsud", 1, 3, 5);
+        } else {
+            FS_TILE_DOT("tdpbssd", 1, 3, 5);
+        }
+        FS_TILE_STORE(1, odd);
+    };
+    constexpr size_t minimum_bytes = K == Kind::Q8Min ? 64 : 32;
+    dot_even(0);
+    for (int p = 0; p < pairs; ++p, w += record_bytes(K)) {
+        const uint8_t* scale = w + 2 * code_bytes(K);
+        const uint8_t* rows = group + static_cast<size_t>(2 * p) * kActRecord;
+        dot_odd(2 * p + 1);
+        amx_float_part<K>(scale, scale + 64, rows, even, acc);
+        if (p + 1 < pairs) dot_even(2 * p + 2);
+        amx_float_part<K>(scale + 32, scale + 64 + minimum_bytes, rows + kActRecord, odd, acc);
+    }
+    for (int r = 0; r < kGroup; ++r) out[r] = acc[r];
+}
+
+inline void amx_tile(const Packed& w, int tile, const uint8_t* codes, const uint8_t* group, F* out) {
+    switch (w.kind) {
+        case Kind::Q4Min: amx_tile_as<Kind::Q4Min>(w.tile(tile), codes, w.pairs, group, out); break;
+        case Kind::Q4Offset: amx_tile_as<Kind::Q4Offset>(w.tile(tile), codes, w.pairs, group, out); break;
+        case Kind::Q8Min: amx_tile_as<Kind::Q8Min>(w.tile(tile), codes, w.pairs, group, out); break;
+        default: amx_tile_as<Kind::Q8Offset>(w.tile(tile), codes, w.pairs, group, out); break;
+    }
+}
+
+#undef FS_TILE_LOAD
+#undef FS_TILE_STORE
+#undef FS_TILE_ZERO
+#undef FS_TILE_DOT
+
+}  // namespace fs::FS_ISA
+
+#endif
