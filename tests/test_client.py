@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ from server.client import Answer, Client, ClientError
 from server.limits import Limits
 from server.serve import ServeOptions
 
+ROOT = Path(__file__).resolve().parents[1]
 HELLO = [{"role": "user", "content": "Hello"}]
 OPTIONS: dict[str, Any] = {"temperature": 1, "seed": 4, "max_tokens": 400}
 ENDLESS = OPTIONS | {"max_tokens": 12_000}
@@ -319,3 +323,11 @@ def test_server_goes_away_and_comes_back(tmp_path: Path) -> None:
                     assert await (await client.chat(HELLO, max_tokens=4)).read()
 
         run(body)
+
+
+def test_example(server: Running) -> None:
+    command = [sys.executable, str(ROOT / "docs/examples/ask.py"), "One", "Two", "--url", server.ws_url, "--max-tokens", "40"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, check=True)
+    for question in ("One", "Two"):
+        assert f"[{question}] has begun" in ran.stdout
+        assert re.search(rf"{question}\nshores shores .*\n\(length, \d+ of 40 tokens were drafted\)", ran.stdout)
