@@ -196,6 +196,14 @@ void fs_sample(const void* isa, void* team, const float* logits, int rows, int n
     static_cast<const Ops*>(isa)->sample(*static_cast<Team*>(team), logits, rows, n, temperature, top_k, top_p, min_p, uniforms, out_ids, out_p);
 }
 
+// What the machine can do at most (benchmarks): 0 bytes a second streamed, 1 int8 and 2 float32 multiply-adds a second.
+double fs_limit(const void* isa, void* team, int which, const uint8_t* data, int64_t bytes, int rounds) {
+    const Ops& ops = *static_cast<const Ops*>(isa);
+    Team& t = *static_cast<Team*>(team);
+    if (which == 0) return ops.limit_stream(t, data, static_cast<size_t>(bytes));
+    return which == 1 ? ops.limit_dot(t, rounds) : ops.limit_fma(t, rounds);
+}
+
 void* fs_decoder_create(const void* isa, const fs_shape* shape) {
     auto decoder = std::make_unique<Decoder>();
     decoder->ops = static_cast<const Ops*>(isa);

@@ -2,6 +2,7 @@
 #include "kernels/decoder/native.cpp"
 #include "kernels/sample/native.cpp"
 #include "kernels/tree_accept/native.cpp"
+#include "machine_limits.h"
 #include "ops.h"
 
 #define FS_PASTE_(a, b) a##b
@@ -162,7 +163,7 @@ void sample(Team& team, const float* logits, int rows, int n, const float* tempe
 }
 
 const Ops kOps = {FS_TEXT(FS_ISA), quantise, linear, rms_norm, rope, kv_write, kv_move, tree_attention, tree_accept_rows, sample,
-                  make_decoder_state, decoder_forward};
+                  limit_stream, limit_dot, limit_fma, make_decoder_state, decoder_forward};
 
 }  // namespace
 }  // namespace fs::FS_ISA

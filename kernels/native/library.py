@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
-from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -113,6 +113,7 @@ _SIGNATURES: dict[str, tuple[object, Sequence[object]]] = {
     "fs_tree_attention": (c_int32, [_P, _P, _P, c_int, POINTER(StoreData), c_int, POINTER(StepData), c_float, c_int, _P]),
     "fs_tree_accept": (None, [_P, _P, _P, _P, _P, c_int, c_int, _P, _P, _P]),
     "fs_sample": (None, [_P, _P, _P, c_int, c_int, _P, _P, _P, _P, _P, _P, _P]),
+    "fs_limit": (c_double, [_P, _P, c_int, _P, c_int64, c_int]),
     "fs_decoder_create": (_P, [_P, POINTER(ShapeData)]),
     "fs_decoder_destroy": (None, [_P]),
     "fs_decoder_set_weight": (c_int32, [_P, c_int, c_int, POINTER(WeightData)]),

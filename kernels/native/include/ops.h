@@ -24,6 +24,9 @@ struct Ops {
     // uniforms null: probabilities to `out_p`, else token ids to `out_ids`.
     void (*sample)(Team& team, const float* logits, int rows, int n, const float* temperature, const int32_t* top_k, const float* top_p,
                    const float* min_p, const double* uniforms, int32_t* out_ids, float* out_p);
+    double (*limit_stream)(Team& team, const uint8_t* data, size_t bytes);
+    double (*limit_dot)(Team& team, int rounds);
+    double (*limit_fma)(Team& team, int rounds);
     std::unique_ptr<DecoderStateBase> (*decoder_state)(const Model* model);
     fs_error (*decoder_forward)(DecoderStateBase& state, Team& team, const fs_step& step, const fs_store& store, float* hidden, int32_t* argmax,
                                 float* logits, double* profile);
