@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from heapq import merge as merge_sorted
-from itertools import pairwise
 
 from spec.calibration import Calibration
 from spec.cost_table import CostTable
@@ -106,7 +105,7 @@ class PriceSpeculator:
         if not state.guard.allow():
             return [_NO_DRAFT] * len(views)
         refused = {name for name, worth in state.worth.items() if not worth.allow()}
-        if refused and len(refused) == len(state.worth) and all(view.grammar is None for view in views):
+        if refused and len(refused) == len(state.worth) and not any(view.grammar for view in views):
             return [_NO_DRAFT] * len(views)  # but for forced tokens, which no drafter has to be asked about, nothing pays
         state.steps += 1
         drafts = state.steps * len(views)
@@ -141,22 +140,20 @@ class PriceSpeculator:
 
     def _price(self, step: _Step) -> float:
         """lambda dT/drows at the first node or where the last trees ended, whichever is cheaper: no node below is wanted."""
-        costs, rows, width = self.costs, step.rows, max(1, step.views // 4)
-        first = costs.pass_ms(rows + width, 0, 1) - costs.pass_ms(rows, 0, 1)
-        end = rows + int(step.state.nodes * step.views)
-        last = costs.pass_ms(end + width, 0, 1) - costs.pass_ms(end, 0, 1)
+        rows, width = step.rows, max(1, step.views // 4)
+        first = sum(self.costs.row_ms(rows, width))
+        last = sum(self.costs.row_ms(rows + int(step.state.nodes * step.views), width))
         return step.lambda_ * min(first, last) / width
 
     def _prices(self, step: _Step) -> tuple[float, ...]:
         """What a sequence's 1st, 2nd, ... node costs while the others draft as usual: for one sequence the next row's cost,
         for many the usual cost of one node more (whose rows come next is then anybody's guess)."""
-        state, pass_ms, lambda_ = step.state, self.costs.pass_ms, step.lambda_
+        state, lambda_ = step.state, step.lambda_
         alone = 1.0 / step.views if state.marginal >= 0.0 else 1.0
         usual = (1.0 - alone) * lambda_ * max(0.0, state.marginal)
-        rows = step.rows + int(state.nodes * (step.views - 1))
-        ms = [pass_ms(rows + k, 0, 1) for k in range(_PRICED + 1)]
         own = alone * lambda_
-        return tuple([usual + own * (high - low) for low, high in pairwise(ms)])
+        rows = step.rows + int(state.nodes * (step.views - 1))
+        return tuple([usual + own * ms for ms in self.costs.row_ms(rows, _PRICED)])
 
     def _chance(self, view: SequenceView, refused: set[str], asked: set[str]) -> Callable[[str, int, int, float], float]:
         calibrated = self.calibration.chance
@@ -210,16 +207,15 @@ class PriceSpeculator:
 
     def _cut(self, step: _Step, rows: int, order: Sequence[tuple[float, int, Candidate]]) -> int:
         """How many of the nodes, best first, maximise F(n) - lambda T(R + n)."""
-        pass_ms, lambda_ = self.costs.pass_ms, step.lambda_
-        start = pass_ms(rows, 0, 1)
-        best, best_count, total = 0.0, 0, 0.0
-        for count, (path, _, _) in enumerate(order, 1):
-            total += path
-            net = total - lambda_ * (pass_ms(rows + count, 0, 1) - start)
+        lambda_ = step.lambda_
+        each = self.costs.row_ms(rows, len(order) + 1)
+        best, best_count, net = 0.0, 0, 0.0
+        for count, (path, _, _) in enumerate(order):
+            net += path - lambda_ * each[count]
             if net > best:
-                best, best_count = net, count
+                best, best_count = net, count + 1
         # One more node must beat the next row's cost, or one that is in already.
-        after = pass_ms(rows + best_count + 1, 0, 1) - pass_ms(rows + best_count, 0, 1)
+        after = each[best_count]
         if best_count:
             after = min(after, order[best_count - 1][0] / lambda_)
         state = step.state
@@ -232,8 +228,7 @@ class PriceSpeculator:
         total = sum(len(nodes) for nodes in chosen)
         if not total:
             return
-        base = self.costs.pass_ms(step.rows, 0, 1)
-        each = step.lambda_ * (self.costs.pass_ms(step.rows + total, 0, 1) - base) / total
+        each = step.lambda_ * sum(self.costs.row_ms(step.rows, total)) / total
         gains = step.gains
         for nodes in chosen:
             for node in nodes:

@@ -12,7 +12,7 @@ counts like an ordinary slow step, and a machine that did become slower is follo
 from __future__ import annotations
 
 import time
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from itertools import pairwise
 from statistics import median
@@ -47,6 +47,7 @@ class _Mean:
 class CostTable:
     def __init__(self) -> None:
         self._base = [1.0 + _ROWS_PRIOR * (rows - 1) for rows in GRID]
+        self._scale = 1.0  # of the whole curve: drift that every size shares costs one multiplication
         self._per_key = 0.0
         self._per_sequence = 0.0
         self._known = False
@@ -64,14 +65,25 @@ class CostTable:
         """The same and everything else a step does, drafting apart."""
         return self.pass_ms(rows, context, sequences) + self.overhead_ms(sequences)
 
+    def row_ms(self, rows: int, count: int) -> list[float]:
+        """Milliseconds that each of the next `count` rows adds to a pass over `rows`."""
+        base, scale = self._base, self._scale
+        at = min(max(bisect_right(GRID, rows), 1), len(GRID) - 1)
+        each: list[float] = []
+        while True:
+            step = scale * (base[at] - base[at - 1]) / (GRID[at] - GRID[at - 1])
+            last = at + 1 >= len(GRID)
+            room = count - len(each) if last else min(count - len(each), GRID[at] - rows - len(each))
+            each += [step] * room
+            if len(each) >= count:
+                return each
+            at += 1
+
     def _curve(self, rows: int) -> float:
         base = self._base
-        at = bisect_right(GRID, rows)
-        if at <= 0:
-            return base[0]
-        at = min(at, len(GRID) - 1)
+        at = min(max(bisect_right(GRID, rows), 1), len(GRID) - 1)
         low, high = GRID[at - 1], GRID[at]
-        return base[at - 1] + (base[at] - base[at - 1]) * (rows - low) / (high - low)
+        return self._scale * (base[at - 1] + (base[at] - base[at - 1]) * (rows - low) / (high - low))
 
     def overhead_ms(self, sequences: int) -> float:
         """Of the nearest number of sequences seen; 0 before any."""
@@ -116,6 +128,7 @@ class CostTable:
             return
         sizes, values = [rows for rows, _ in known], _monotone([ms for _, ms in known])
         self._base = _monotone([_interpolate(sizes, values, rows) for rows in GRID])
+        self._scale = 1.0
         self._known = True
         for (rows, context, sequences), ms in taken.items():
             extra = max(1e-6, ms - self._curve(rows))
@@ -132,7 +145,7 @@ class CostTable:
             return
         expected = self.pass_ms(rows, context, sequences)
         if not self._known:  # nothing was measured: the first step sets the scale
-            self._base = [value * pass_ms / expected for value in self._base]
+            self._scale *= pass_ms / expected
             self._known = True
             return
         error = pass_ms / expected - 1.0
@@ -145,13 +158,19 @@ class CostTable:
 
     def _shift(self, rows: int, error: float) -> None:
         """Move the curve at `rows`, and the rest of it less the farther it is."""
-        near = 1.0 / _REACH
-        moved = []
-        for size, value in zip(GRID, self._base, strict=True):
-            ratio = size / rows if size > rows else rows / size
-            share = _FAR + (1.0 - _FAR) * max(0.0, 1.0 - near * (ratio - 1.0))
-            moved.append(value * (1.0 + _RATE * error * share))
-        self._base = _monotone(moved)
+        base = self._base
+        self._scale *= 1.0 + _RATE * _FAR * error
+        strength = _RATE * (1.0 - _FAR) * error
+        first = bisect_left(GRID, rows / (1.0 + _REACH))
+        last = bisect_right(GRID, rows * (1.0 + _REACH))
+        if last <= first:  # past the grid's end
+            first, last = len(GRID) - 1, len(GRID)
+        for at in range(first, last):
+            size = GRID[at]
+            apart = (size / rows if size > rows else rows / size) - 1.0
+            base[at] *= 1.0 + strength * max(0.0, 1.0 - apart / _REACH)
+        if any(a > b for a, b in pairwise(base[max(0, first - 1) : last + 1])):
+            self._base = _monotone(base)
 
     def record_draft(self, drafter: str, sequences: int, ms: float) -> None:
         """What a drafter that was asked took in a step."""

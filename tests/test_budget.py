@@ -270,6 +270,15 @@ def test_measured_costs_are_interpolated_monotone_and_carried_on() -> None:
     assert values == sorted(values)
 
 
+@settings(max_examples=100, deadline=None)
+@given(rows=st.integers(1, 1500), count=st.integers(1, 80))
+def test_the_cost_of_each_further_row_adds_up(rows: int, count: int) -> None:
+    costs = table(lambda r: MACHINES[0].target_ms(r, 0))
+    each = costs.row_ms(rows, count)
+    assert len(each) == count
+    assert sum(each) == pytest.approx(costs.pass_ms(rows + count, 0, 1) - costs.pass_ms(rows, 0, 1), abs=1e-9)
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     steps=st.lists(

@@ -27,6 +27,7 @@ class View:
     tenant: str = ""
     sampling: SamplingParams = GREEDY
     policy: SpeculationPolicy = AUTO
+    grammar: object | None = None
 
 
 class Pool:
