@@ -10,6 +10,9 @@ from chat_page import ChatPage
 from playwright.sync_api import Browser, expect
 from serving import Running, running, toy_settings, toy_text
 
+from server.limits import Limits
+from server.serve import ServeOptions
+
 KEY = "a-key-for-tests"
 
 
@@ -17,7 +20,9 @@ KEY = "a-key-for-tests"
 def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     folder: Path = tmp_path_factory.mktemp("locked")
     (folder / "keys.txt").write_text(f"me:{KEY}\n")
-    with running(toy_settings("step_ms=10", api_key_file=str(folder / "keys.txt")), toy_text(folder / "tokenizer")) as run:
+    settings = toy_settings("step_ms=10", api_key_file=str(folder / "keys.txt"))
+    patient = ServeOptions(limits=Limits(auth_seconds=300))  # nobody learns from its patience's end that a key is needed
+    with running(settings, toy_text(folder / "tokenizer"), patient) as run:
         yield run
 
 
