@@ -354,6 +354,7 @@ def compare(
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer cells and steps")
+    parser.add_argument("--machine", choices=[machine.name for machine in MACHINES], help="one machine only")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(argv)
     acceptances = (0.2, 0.5, 0.8) if options.quick else (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
@@ -362,7 +363,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(
         f"{'machine':18}{'streams':>8}{'accept':>8}{'plain':>9}{'fixed':>9}{'(n, d)':>9}{'price':>9}{'of best':>9}{'of plain':>9}"
     )
-    for machine in MACHINES:
+    for machine in [m for m in MACHINES if options.machine in (None, m.name)]:
         for streams in (1, 4, 16, 64):
             for acceptance in acceptances:
                 line = compare(
