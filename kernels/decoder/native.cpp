@@ -22,7 +22,7 @@ enum class Op { Embed, AttentionInput, Qkv, Rotate, Attend, OutputInput, Output,
 static_assert(static_cast<int>(Op::Head) + 1 == kProfileOps);
 
 // Up to this many nodes each thread prepares the inputs of a linear layer for itself.
-constexpr int kPrivateRows = 2;
+constexpr int kPrivateRows = 4;
 
 struct alignas(64) ThreadState {
     Buffer<uint8_t> quantised;
@@ -153,6 +153,7 @@ class Forward {
     void shared_input(Op op, int layer, int begin, int end) {
         const bool quantised = forms(op, layer).first;
         for (int r = begin; r < end; ++r) prepare_row(op, layer, r, quantised, s_.quantised.data(), s_.values.data());
+        if (quantised && end == input_rows(op)) clear_rest(input_width(m_, op), end, s_.quantised.data());
     }
 
     // The input of the linear layer of this phase: the shared buffers, or this thread's own, filled on its first claim.
@@ -251,11 +252,17 @@ inline void run_phase(void* job, int phase, int begin, int end, int thread) {
     Forward(*static_cast<DecoderState*>(job)).run(phase, begin, end, thread);
 }
 
-// Tiles claimed at a time: enough bytes that claiming costs nothing, few enough that the second-level cache holds them.
-inline Phase tiles_phase(int tiles, size_t tile_bytes) {
-    const int most = std::max<int>(1, static_cast<int>((size_t{512} << 10) / std::max<size_t>(tile_bytes, 1)));
-    const int least = std::max<int>(1, static_cast<int>((size_t{8} << 10) / std::max<size_t>(tile_bytes, 1)));
-    return {run_phase, tiles, std::min(least, most), most};
+// Tiles claimed at a time: enough bytes that claiming costs nothing, few enough that the second-level cache holds them. `b`: a matrix
+// read along with `a`; `tiles`: units when other matrices of a's tile size follow it.
+inline Phase tiles_phase(const Packed& a, const Packed* b = nullptr, int tiles = 0) {
+    const size_t bytes = a.tile_bytes + (b != nullptr ? b->tile_bytes : 0);
+    const int most = std::max<int>(1, static_cast<int>((size_t{512} << 10) / bytes));
+    const int least = std::max<int>(1, static_cast<int>((size_t{8} << 10) / bytes));
+    Phase phase{run_phase, tiles > 0 ? tiles : a.tiles, std::min(least, most), most};
+    phase.data[0] = a.data;
+    phase.data[1] = b != nullptr ? b->data : nullptr;
+    phase.unit_bytes = a.tile_bytes;
+    return phase;
 }
 
 inline void list_phases(DecoderState& s, int head_rows) {
@@ -274,20 +281,20 @@ inline void list_phases(DecoderState& s, int head_rows) {
     for (int layer = 0; layer < m.shape.layers; ++layer) {
         const auto& slot = m.layers[static_cast<size_t>(layer)].slot;
         input(Op::AttentionInput, layer, s.nodes);
-        add(Op::Qkv, layer, tiles_phase(slot[FS_SLOT_Q].tiles + slot[FS_SLOT_K].tiles + slot[FS_SLOT_V].tiles, slot[FS_SLOT_Q].tile_bytes));
+        add(Op::Qkv, layer, tiles_phase(slot[FS_SLOT_Q], nullptr, slot[FS_SLOT_Q].tiles + slot[FS_SLOT_K].tiles + slot[FS_SLOT_V].tiles));
         add(Op::Rotate, layer, {run_phase, (s.nodes + kGroup - 1) / kGroup * m.shape.kv_heads, 1, 16});
         add(Op::Attend, layer, {run_phase, static_cast<int>(s.plan.units.size()), 1, 64});
         input(Op::OutputInput, layer, s.nodes);
-        add(Op::Output, layer, tiles_phase(slot[FS_SLOT_O].tiles, slot[FS_SLOT_O].tile_bytes));
+        add(Op::Output, layer, tiles_phase(slot[FS_SLOT_O]));
         input(Op::MlpInput, layer, s.nodes);
-        add(Op::GateUp, layer, tiles_phase(slot[FS_SLOT_GATE].tiles, 2 * slot[FS_SLOT_GATE].tile_bytes));
+        add(Op::GateUp, layer, tiles_phase(slot[FS_SLOT_GATE], &slot[FS_SLOT_UP]));
         input(Op::DownInput, layer, s.nodes);
-        add(Op::Down, layer, tiles_phase(slot[FS_SLOT_DOWN].tiles, slot[FS_SLOT_DOWN].tile_bytes));
+        add(Op::Down, layer, tiles_phase(slot[FS_SLOT_DOWN]));
     }
     add(Op::FinalNorm, -1, by_row);
     if (head_rows > 0) {
         input(Op::HeadInput, -1, head_rows);
-        add(Op::Head, -1, tiles_phase(m.head.tiles, m.head.tile_bytes));
+        add(Op::Head, -1, tiles_phase(m.head));
     }
 }
 

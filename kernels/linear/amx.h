@@ -35,20 +35,29 @@ constexpr size_t kUnpackedBlock = 512;  // 8 lines of 4 inputs by 16 outputs
 
 inline size_t unpacked_bytes(const Packed& w) { return static_cast<size_t>(w.pairs) * 2 * kUnpackedBlock; }
 
-// Codes as bytes: unsigned for Q8Min, signed with the offset taken off for the kinds that have one, and 0..15 for Q4Min.
+// One block's codes as bytes: unsigned for Q8Min, signed with the offset taken off for the kinds that have one, 0..15 for Q4Min.
+template <Kind K>
+inline void unpack_block(const uint8_t* w, uint8_t* out) {
+    Codes codes;
+    if constexpr (K <= Kind::Q4Offset) {
+        unpack_nibbles(w, codes);
+    } else {
+        unpack_bytes(w, codes);
+    }
+    const __m512i offset = _mm512_set1_epi8(K == Kind::Q4Offset ? 8 : -128);
+    for (int j = 0; j < 8; ++j) {
+        __m512i line = codes.c[j];
+        if constexpr (K == Kind::Q4Offset || K == Kind::Q8Offset) line = _mm512_sub_epi8(line, offset);
+        _mm512_store_si512(out + 64 * j, line);
+    }
+}
+
 template <Kind K>
 void unpack_tile_as(const uint8_t* w, int pairs, uint8_t* out) {
-    const __m512i offset = _mm512_set1_epi8(K == Kind::Q4Offset ? 8 : (K == Kind::Q8Offset ? -128 : 0));
-    for (int p = 0; p < pairs; ++p, w += record_bytes(K)) {
-        for (int half = 0; half < 2; ++half, out += kUnpackedBlock) {
-            Codes codes;
-            if constexpr (K <= Kind::Q4Offset) {
-                unpack_nibbles(w + static_cast<size_t>(half) * code_bytes(K), codes);
-            } else {
-                unpack_bytes(w + static_cast<size_t>(half) * code_bytes(K), codes);
-            }
-            for (int j = 0; j < 8; ++j) _mm512_storeu_si512(out + 64 * j, _mm512_sub_epi8(codes.c[j], offset));
-        }
+    for (int p = 0; p < pairs; ++p, w += record_bytes(K), out += 2 * kUnpackedBlock) {
+        for (size_t line = 0; line < record_bytes(K); line += 64) prefetch_far(w + kPrefetchFar + line);
+        unpack_block<K>(w, out);
+        unpack_block<K>(w + code_bytes(K), out + kUnpackedBlock);
     }
 }
 
@@ -75,16 +84,18 @@ inline void amx_float_part(const uint8_t* scale, const uint8_t* minimum, const u
     }
 }
 
-// One tile of outputs by one full group of 16 rows. The matrix unit works one block ahead of the float part.
+// One tile of outputs by one whole group of 16 rows. The matrix unit works one block ahead of the float part. `codes` is the tile as
+// unpack_tile left it. (Unpacking each block right before its product costs 20 ns more a block: the unit then waits for the stores.)
 template <Kind K>
 void amx_tile_as(const uint8_t* w, const uint8_t* codes, int pairs, const uint8_t* group, F* out) {
+    constexpr size_t record = record_bytes(K), minimum_bytes = K == Kind::Q8Min ? 64 : 32;
     alignas(64) int32_t even[256], odd[256];
     F acc[kGroup];
     for (int r = 0; r < kGroup; ++r) acc[r] = zero();
-    const auto dot_even = [&](int b) {
+    const auto dot_even = [&](int block) {
         FS_TILE_ZERO(0);
-        FS_TILE_LOAD(2, group + static_cast<size_t>(b) * kActRecord, kActRow);
-        FS_TILE_LOAD(4, codes + static_cast<size_t>(b) * kUnpackedBlock, 64);
+        FS_TILE_LOAD(2, group + static_cast<size_t>(block) * kActRecord, kActRow);
+        FS_TILE_LOAD(4, codes + static_cast<size_t>(block) * kUnpackedBlock, 64);
         if constexpr (K == Kind::Q8Min) {
             FS_TILE_DOT("tdpbsud", 0, 2, 4);
         } else {
@@ -92,10 +103,10 @@ void amx_tile_as(const uint8_t* w, const uint8_t* codes, int pairs, const uint8_
         }
         FS_TILE_STORE(0, even);
     };
-    const auto dot_odd = [&](int b) {
+    const auto dot_odd = [&](int block) {
         FS_TILE_ZERO(1);
-        FS_TILE_LOAD(3, group + static_cast<size_t>(b) * kActRecord, kActRow);
-        FS_TILE_LOAD(5, codes + static_cast<size_t>(b) * kUnpackedBlock, 64);
+        FS_TILE_LOAD(3, group + static_cast<size_t>(block) * kActRecord, kActRow);
+        FS_TILE_LOAD(5, codes + static_cast<size_t>(block) * kUnpackedBlock, 64);
         if constexpr (K == Kind::Q8Min) {
             FS_TILE_DOT("tdpbsud", 1, 3, 5);
         } else {
@@ -103,10 +114,10 @@ void amx_tile_as(const uint8_t* w, const uint8_t* codes, int pairs, const uint8_
         }
         FS_TILE_STORE(1, odd);
     };
-    constexpr size_t minimum_bytes = K == Kind::Q8Min ? 64 : 32;
     dot_even(0);
-    for (int p = 0; p < pairs; ++p, w += record_bytes(K)) {
-        const uint8_t* scale = w + 2 * code_bytes(K);
+    for (int p = 0; p < pairs; ++p) {
+        const uint8_t* here = w + static_cast<size_t>(p) * record;
+        const uint8_t* scale = here + 2 * code_bytes(K);
         const uint8_t* rows = group + static_cast<size_t>(2 * p) * kActRecord;
         dot_odd(2 * p + 1);
         amx_float_part<K>(scale, scale + 64, rows, even, acc);

@@ -46,10 +46,11 @@ void linear(Team& team, const Packed& w, const float* x, int rows, float* y) {
     if (is_quantised(w.kind)) {
         act.resize(act_bytes(w.in, rows));
         for (int r = 0; r < rows; ++r) quantise_row(x + static_cast<size_t>(r) * job.x.stride, w.in, r, act.data());
+        clear_rest(w.in, rows, act.data());
         job.x.quantised = act.data();
         job.x.group_bytes = act_group_bytes(w.in);
     }
-    Phase phase = tiles_phase(w.tiles, w.tile_bytes);
+    Phase phase = tiles_phase(w);
     phase.run = [](void* p, int, int begin, int end, int thread) {
         auto& j = *static_cast<LinearJob*>(p);
         linear_store(*j.w, j.x, j.rows, begin, end, j.scratch[static_cast<size_t>(thread)], j.y, static_cast<size_t>(j.w->out));

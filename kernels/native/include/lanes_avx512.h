@@ -112,5 +112,6 @@ inline void dot_bytes(const Codes& w, const int8_t* q, I* s) {
 }
 
 inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+inline void prefetch_far(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 
 }  // namespace fs::FS_ISA

@@ -149,6 +149,7 @@ inline void dot_bytes(const Codes& w, const int8_t* q, I* s) {
 }
 
 inline void prefetch(const void* p) { __builtin_prefetch(p); }
+inline void prefetch_far(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 #undef FS_EACH
 #undef FS_F
