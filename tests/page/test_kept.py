@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
 from chat_page import ChatPage
-from playwright.sync_api import BrowserContext, expect
-from serving import Running
+from playwright.sync_api import BrowserContext, WebSocketRoute, expect
+from serving import Running, running, toy_settings, toy_text
 from wire_cutter import wire_cutter
 
-LONG = 800  # tokens: about a second
+LONG = 600  # tokens: about a second
 OPTIONS = {"max_tokens": LONG, "temperature": 1, "seed": 11}
 
 
@@ -51,16 +54,34 @@ def test_reload_in_mid_answer(chat: ChatPage, undisturbed: str) -> None:
     assert len(resumes(chat)) == 1  # it is over
 
 
-def test_reload_before_the_first_word(chat: ChatPage, undisturbed: str) -> None:
-    """All that the page knows is the answer's id."""
+def test_reload_before_the_first_word(context: BrowserContext, server: Running, undisturbed: str) -> None:
+    """All that the page knows by then is the answer's id."""
+    held = True
+
+    def hold_deltas(line: WebSocketRoute) -> None:
+        far = line.connect_to_server()
+        far.on_message(lambda frame: None if held and '"type":"delta"' in str(frame) else line.send(frame))
+
+    chat = ChatPage(context, server.url)
+    chat.page.route_web_socket("**/v1/ws", hold_deltas)
+    chat.open()
     chat.set_up(Longest=LONG, Temperature=1, Seed=11)
-    chat.page.evaluate("() => { window.old = setInterval(() => document.querySelector('.running') && location.reload(), 0); }")
     chat.send("Hello")
-    chat.page.wait_for_function("() => !window.old")  # the reload took place
-    answer_or_problem = re.compile("^(shores|salted|tunnel)|The page was left")
-    expect(chat.answer).to_contain_text(answer_or_problem)
-    if chat.foot.locator(".problem").count() == 0:
-        assert chat.wait_answer() == undisturbed
+    chat.page.wait_for_function("() => Object.values(localStorage).some((text) => text.includes('pending'))")
+    held = False
+    chat.page.reload()
+    assert chat.wait_answer() == undisturbed
+
+
+def test_left_before_the_answer_began(context: BrowserContext, server: Running) -> None:
+    chat = ChatPage(context, server.url)
+    chat.page.route_web_socket("**/v1/ws", lambda line: None)  # nobody is there
+    chat.page.goto(server.url)
+    chat.send("Hello")
+    chat.page.wait_for_function("() => Object.values(localStorage).some((text) => text.includes('Hello'))")
+    chat.page.reload()
+    expect(chat.foot.locator(".problem")).to_have_text("The page was left before this answer began.")
+    expect(chat.button("Retry this message")).to_be_visible()
 
 
 def test_line_cut_in_mid_answer(context: BrowserContext, server: Running, undisturbed: str) -> None:
@@ -109,9 +130,6 @@ def test_deleting_stops_the_answer(chat: ChatPage) -> None:
     chat.send("Hello")
     chat.wait_words(5)
     chat.button("Delete Hello").click()
-    with chat.page.expect_console_message(lambda m: m.text == "seen") as seen:  # a frame's arrival is no event of the page
-        chat.page.evaluate("() => new Promise((r) => setTimeout(r, 0)).then(() => console.log('seen'))")
-    assert seen.value
     chat.set_up(Longest=4)
     chat.ask("Next")
     ends = [m for m in chat.received if m["type"] == "done"]
@@ -176,3 +194,33 @@ def test_full_storage(chat: ChatPage) -> None:
     expect(chat.button("Hello", exact=True)).to_be_visible()
     expect(chat.button("Old 2", exact=True)).to_be_visible()
     expect(chat.button("Old 0", exact=True)).to_have_count(0)
+
+
+def test_engine_killed_in_mid_answer(context: BrowserContext, tmp_path: Path) -> None:
+    """The page tells of the pause, and the answer goes on."""
+    with running(toy_settings("step_ms=10"), toy_text(tmp_path)) as server:
+        body = {"messages": [{"role": "user", "content": "Hello"}], "temperature": 0, "max_tokens": 300}
+        expected = server.http.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
+        chat = ChatPage(context, server.url)
+        chat.open()
+        chat.set_up(Longest=300, Temperature=0)
+        chat.send("Hello")
+        chat.wait_words(3)
+        os.kill(server.engine_pid(), signal.SIGKILL)
+        expect(chat.note).to_contain_text("the engine is being restarted")
+        assert chat.wait_answer() == expected
+        expect(chat.note).to_be_hidden()
+        assert chat.complaints == []
+
+
+def test_page_before_the_model_is_loaded(context: BrowserContext, tmp_path: Path) -> None:
+    with running(toy_settings("load_ms=4000"), toy_text(tmp_path), ready=False) as server:
+        chat = ChatPage(context, server.url)
+        chat.open()
+        if server.http.get("/ready").status_code != 200:
+            expect(chat.note).to_contain_text("The model is still loading.")
+        server.wait_ready()
+        expect(chat.note).to_be_hidden()
+        chat.set_up(Longest=8)
+        chat.ask("Hello")
+        assert chat.complaints == []

@@ -18,6 +18,7 @@ from server.settings import DEFAULT_MODEL, Settings
 
 CACHE = Path.home() / ".cache" / "forespeak"
 QUESTION = "Write a Python class Stack with push, pop, peek, is_empty and size, then show how to use it."
+SECONDS = 240.0  # a start that compiles the kernels first
 WORDS = 140  # far enough for text that repeats itself
 SHOTS = {
     "page-answer": {"viewport": {"width": 1100, "height": 720}, "color_scheme": "light"},
@@ -30,14 +31,15 @@ SHOTS = {
     },
 }
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")
 def default_model() -> Iterator[Running]:
     if not list((CACHE / "models" / DEFAULT_MODEL).glob("*.gguf")):
         pytest.skip(f"the default model is not in {CACHE}; `forespeak pull` fetches it")
-    with running(Settings(port=0, drain_seconds=1.0)) as run:
+    with running(Settings(port=0, drain_seconds=1.0), ready=False) as run:
+        run.wait_ready(SECONDS)
         yield run
 
 

@@ -74,8 +74,8 @@ def test_keyboard_only(chat: ChatPage) -> None:
 
 
 def test_the_log_scrolls_by_key(chat: ChatPage) -> None:
-    chat.set_up(Longest=700, Temperature=0)
-    chat.ask("Hello")
+    chat.set_up(Longest=60)
+    chat.ask("\n".join("line" for _ in range(60)))
     end = chat.log.evaluate("node => node.scrollTop")
     assert end > 0  # it followed the text
     chat.log.focus()
