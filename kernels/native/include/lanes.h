@@ -5,6 +5,7 @@
 // Compiled once per instruction set with -ffp-contract=off and FS_ISA = the namespace's name.
 //
 //   F       16 x float32        I       16 x int32        M   16 booleans        B64   64 bytes
+//   D       16 x float64, sums only
 //   Codes   one block of weight codes, 32 inputs by 16 outputs, unpacked from 4 x 64 (4 bits) or 8 x 64 bytes (8 bits)
 //   dot_nibbles<R, Step>(w, q, s)   s[r] += codes (0..15) . q[r], for R rows of 32 int8 that lie Step bytes apart
 //   dot_bytes<R, Step>(w, q, s)     the same for codes 0..255, minus kBytesShift * sum(q[r])
@@ -51,6 +52,16 @@ inline F exp_lanes(F x) {
     return select(tiny, zero(), scale_by_power(y, n));
 }
 inline F exp_clamped(F x) { return exp_lanes(min(x, set1(88.0f))); }
+
+// Folds halves onto each other like reduce_add of F.
+inline double reduce_add(D s) {
+    double v[16];
+    store(v, s);
+    for (int half = 8; half > 0; half /= 2) {
+        for (int i = 0; i < half; ++i) v[i] = v[i] + v[i + half];
+    }
+    return v[0];
+}
 
 // silu(g) * u, silu(g) = g / (1 + exp(-g)) (Shazeer 2020, SwiGLU).
 inline F silu_mul(F gate, F up) {

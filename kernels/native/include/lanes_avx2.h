@@ -64,6 +64,7 @@ inline M not_(M x) {
     return {_mm256_xor_ps(x.a, ones), _mm256_xor_ps(x.b, ones)};
 }
 inline bool all(M x) { return (_mm256_movemask_ps(x.a) & _mm256_movemask_ps(x.b)) == 0xFF; }
+inline uint32_t bits_of(M x) { return static_cast<uint32_t>(_mm256_movemask_ps(x.a) | (_mm256_movemask_ps(x.b) << 8)); }
 inline bool any(M x) { return (_mm256_movemask_ps(x.a) | _mm256_movemask_ps(x.b)) != 0; }
 
 inline I set1(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
@@ -129,6 +130,22 @@ inline __m256i bcast4(const int8_t* q) {
     int32_t word;
     __builtin_memcpy(&word, q, 4);
     return _mm256_set1_epi32(word);
+}
+
+// Sixteen float64 sums.
+struct D {
+    __m256d v[4];
+};
+inline D zero_wide() { return {{_mm256_setzero_pd(), _mm256_setzero_pd(), _mm256_setzero_pd(), _mm256_setzero_pd()}}; }
+inline D add_wide(D s, F x) {
+    s.v[0] = _mm256_add_pd(s.v[0], _mm256_cvtps_pd(_mm256_castps256_ps128(x.a)));
+    s.v[1] = _mm256_add_pd(s.v[1], _mm256_cvtps_pd(_mm256_extractf128_ps(x.a, 1)));
+    s.v[2] = _mm256_add_pd(s.v[2], _mm256_cvtps_pd(_mm256_castps256_ps128(x.b)));
+    s.v[3] = _mm256_add_pd(s.v[3], _mm256_cvtps_pd(_mm256_extractf128_ps(x.b, 1)));
+    return s;
+}
+inline void store(double* p, D s) {
+    for (int i = 0; i < 4; ++i) _mm256_storeu_pd(p + 4 * i, s.v[i]);
 }
 
 struct Codes {

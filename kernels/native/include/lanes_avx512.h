@@ -40,6 +40,7 @@ inline I select(M m, I yes, I no) { return {_mm512_mask_blend_epi32(m.v, no.v, y
 inline M both(M a, M b) { return {static_cast<__mmask16>(a.v & b.v)}; }
 inline M not_(M a) { return {static_cast<__mmask16>(~a.v)}; }
 inline bool all(M a) { return a.v == 0xFFFF; }
+inline uint32_t bits_of(M a) { return a.v; }
 inline bool any(M a) { return a.v != 0; }
 
 inline I set1(int32_t x) { return {_mm512_set1_epi32(x)}; }
@@ -73,6 +74,19 @@ inline __m512i bcast4(const int8_t* q) {
     int32_t word;
     __builtin_memcpy(&word, q, 4);
     return _mm512_set1_epi32(word);
+}
+
+// Sixteen float64 sums.
+struct D {
+    __m512d a, b;
+};
+inline D zero_wide() { return {_mm512_setzero_pd(), _mm512_setzero_pd()}; }
+inline D add_wide(D s, F x) {
+    return {_mm512_add_pd(s.a, _mm512_cvtps_pd(_mm512_castps512_ps256(x.v))), _mm512_add_pd(s.b, _mm512_cvtps_pd(_mm512_extractf32x8_ps(x.v, 1)))};
+}
+inline void store(double* p, D s) {
+    _mm512_storeu_pd(p, s.a);
+    _mm512_storeu_pd(p + 8, s.b);
 }
 
 // One block of 32 inputs by 16 outputs, unpacked to 8 registers of 4 inputs each.

@@ -61,6 +61,11 @@ inline bool all(M a) {
     FS_EACH out &= a.v[i];
     return out;
 }
+inline uint32_t bits_of(M a) {
+    uint32_t out = 0;
+    FS_EACH out |= static_cast<uint32_t>(a.v[i]) << i;
+    return out;
+}
 inline bool any(M a) {
     bool out = false;
     FS_EACH out |= a.v[i];
@@ -114,6 +119,17 @@ inline int32_t reduce_add(I a) {
     FS_EACH sum += a.v[i];
     return sum;
 }
+
+// Sixteen float64 sums.
+struct D {
+    double v[16];
+};
+inline D zero_wide() { return {}; }
+inline D add_wide(D s, F x) {
+    FS_EACH s.v[i] += static_cast<double>(x.v[i]);
+    return s;
+}
+inline void store(double* p, D s) { FS_EACH p[i] = s.v[i]; }
 
 struct Codes {
     uint8_t c[8][64];
