@@ -40,8 +40,10 @@ def _storage(weight: Weight) -> int:
 
 
 class NativeDecoder:
-    """A `Decoder` on the CPU. Holds packed copies: the weights given may be dropped afterwards.
+    """A `Decoder` on the CPU. Holds packed copies: the weights given may be dropped afterwards (then `library.trim()`).
 
+    `cache_dir` and `digest` are not used: packing takes a tenth of a second, and mapping a packed file instead would cost 5 to
+    10 % of every step (see docs/performance-log.md).
     Not for use by two threads at once. `isa` picks an instruction set by name (tests); the best one otherwise.
     Raises NativeError when the library is missing or the sizes do not fit each other.
     """

@@ -4,6 +4,9 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
+#if defined(__GLIBC__)
+#include <malloc.h>
+#endif
 #if defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -141,6 +144,13 @@ const void* fs_isa(const char* name) {
         if (std::strcmp((*t)->name, name) == 0 && supported(name)) return *t;
     }
     return nullptr;
+}
+
+// Gives memory that was freed back to the system: a loader's many tensors otherwise stay in the process.
+void fs_trim() {
+#if defined(__GLIBC__)
+    malloc_trim(0);
+#endif
 }
 
 void* fs_team_create(int threads) { return new Team(threads); }

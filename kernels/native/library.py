@@ -98,6 +98,7 @@ _P = c_void_p
 _SIGNATURES: dict[str, tuple[object, Sequence[object]]] = {
     "fs_isa_name": (c_char_p, [c_int]),
     "fs_isa": (_P, [c_char_p]),
+    "fs_trim": (None, []),
     "fs_team_create": (_P, [c_int]),
     "fs_team_destroy": (None, [_P]),
     "fs_matrix_create": (_P, [POINTER(WeightData)]),
@@ -158,6 +159,10 @@ class NativeLibrary:
         if handle is None:
             raise ValueError(f"instruction set {wanted!r} is not one of {', '.join(self.isas)}")
         return int(handle)
+
+    def trim(self) -> None:
+        """Gives freed memory back to the system. Worth a call once the weights that were packed are dropped."""
+        self.c.fs_trim()
 
     def team(self, threads: int) -> Team:
         """The process's team of that size: decoders of one size share their threads."""
