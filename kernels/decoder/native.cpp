@@ -130,6 +130,16 @@ class Forward {
         return {quantised, dense};
     }
 
+    // Whether the layers behind `op` read rows of 16 bits; they agree (checked when the decoder is made).
+    bool wide(Op op, int layer) const {
+        if (op == Op::HeadInput) return m_.head.wide;
+        const Layer& l = m_.layers[static_cast<size_t>(layer)];
+        if (op == Op::AttentionInput) return l.slot[FS_SLOT_Q].wide || l.slot[FS_SLOT_K].wide || l.slot[FS_SLOT_V].wide;
+        if (op == Op::OutputInput) return l.slot[FS_SLOT_O].wide;
+        if (op == Op::MlpInput) return l.slot[FS_SLOT_GATE].wide || l.slot[FS_SLOT_UP].wide;
+        return l.slot[FS_SLOT_DOWN].wide;
+    }
+
     // Row r of a linear layer's input, in the forms asked for.
     void prepare_row(Op op, int layer, int r, bool quantised, uint8_t* codes, float* values) {
         const int width = input_width(m_, op);
@@ -146,7 +156,7 @@ class Forward {
         } else {
             source = s_.out_hidden + static_cast<size_t>(s_.step->score_rows[r]) * hidden();
         }
-        if (quantised) quantise_row(source, width, r, codes);
+        if (quantised) quantise_row(source, width, r, wide(op, layer), codes);
         if (source != target && forms(op, layer).second) std::memcpy(target, source, static_cast<size_t>(width) * sizeof(float));
     }
 
@@ -160,7 +170,7 @@ class Forward {
     Rows input(Op op, int layer, int thread) {
         const int rows = input_rows(op), width = input_width(m_, op);
         Rows out;
-        out.group_bytes = act_group_bytes(width);
+        out.group_bytes = act_group_bytes(width, wide(op, layer));
         out.stride = static_cast<size_t>(width);
         if (rows > kPrivateRows) {
             out.quantised = s_.quantised.data();
@@ -313,10 +323,10 @@ inline void reserve(DecoderState& s, int threads) {
     grow(s.attended, n * s.q_stride);
     grow(s.inner, n * static_cast<size_t>(shape.intermediate));
     grow(s.values, static_cast<size_t>(rows) * static_cast<size_t>(widest));
-    grow(s.quantised, act_bytes(widest, rows));
+    grow(s.quantised, act_bytes(widest, rows, true));
     if (s.threads.size() < static_cast<size_t>(threads)) s.threads.resize(static_cast<size_t>(threads));
     for (ThreadState& t : s.threads) {
-        grow(t.quantised, act_bytes(widest, kPrivateRows));
+        grow(t.quantised, act_bytes(widest, kPrivateRows, true));
         grow(t.values, static_cast<size_t>(kPrivateRows) * static_cast<size_t>(widest));
         grow(t.head, static_cast<size_t>(shape.head_dim));
         grow(t.best, static_cast<size_t>(s.step->scored));

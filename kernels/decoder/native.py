@@ -163,6 +163,10 @@ def _check_sizes(shape: DecoderShape, weights: DecoderWeights) -> None:
     for name, weight, out, width in expected:
         if (weight.out_features, weight.in_features) != (out, width):
             raise NativeError(f"{name} is {weight.out_features} x {weight.in_features}, expected {out} x {width}")
+    for i, layer in enumerate(weights.layers):
+        for name, together in (("q, k and v", (layer.q, layer.k, layer.v)), ("gate and up", (layer.gate, layer.up))):
+            if len({w.activation_bits for w in together if isinstance(w, BlockWeight)}) > 1:
+                raise NativeError(f"layer {i}: {name} read the same rows, so their activation_bits must agree")
     vectors = [("final_norm", weights.final_norm, shape.hidden)]
     for i, layer in enumerate(weights.layers):
         vectors += [

@@ -7,8 +7,8 @@ Quantised arithmetic (weights in `BlockWeight`): each row of x is cut into block
 scale d and minimum m of the same block: ``y += (d * a) * dot(c, q) + m * (a * sum)``, blocks in ascending order in
 float32. The dot product is an exact integer of 32 bits, rounded once when it becomes a float.
 
-Activations have 8 bits, or 16 where a matrix is worth it: 16-bit codes are two int8 parts, ``q = 256 * high + low``, so the same
-byte products give the exact dot, ``256 * dot(c, high) + dot(c, low)``.
+Activations have 8 bits, or 16 where a matrix is worth it: 16-bit codes are two parts within -127..127,
+``q = 255 * high + low``, so the same byte products give the exact dot, ``255 * dot(c, high) + dot(c, low)``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 BLOCK = 32
-LARGEST = {8: 127, 16: 127 * 256}  # largest activation code by activation_bits; 16 leaves both parts within int8
+LARGEST = {8: 127, 16: 127 * 256}  # largest activation code by activation_bits; 127 * 256 = 255 * 127 + 127
 
 
 @dataclass(frozen=True, slots=True)

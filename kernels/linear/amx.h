@@ -20,11 +20,12 @@ namespace fs::FS_ISA {
 #define FS_TILE_DOT(name, c, a, b) asm volatile(name " %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
 
 // Tiles 0, 1: sums (16 rows of 16 int32). 2, 3: activations (16 rows of 32 bytes). 4, 5: weights (8 rows of 16 x 4 bytes).
+// 6, 7: sums and activations of the low parts of wide rows.
 inline void amx_configure() {
     struct alignas(64) Config {
         uint8_t palette = 1, start_row = 0, reserved[14] = {};
-        uint16_t row_bytes[16] = {64, 64, 32, 32, 64, 64};
-        uint8_t rows[16] = {16, 16, 16, 16, 8, 8};
+        uint16_t row_bytes[16] = {64, 64, 32, 32, 64, 64, 64, 32};
+        uint8_t rows[16] = {16, 16, 16, 16, 8, 8, 16, 16};
     };
     static const Config config;
     asm volatile("ldtilecfg %0" ::"m"(config));
@@ -70,7 +71,8 @@ inline void unpack_tile(const Packed& w, int tile, uint8_t* out) {
     }
 }
 
-template <Kind K>
+// `dots`: the sums, behind them those of the low parts where rows are wide.
+template <Kind K, bool Wide>
 inline void amx_float_part(const uint8_t* scale, const uint8_t* minimum, const uint8_t* rows, const int32_t* dots, F (&acc)[kGroup]) {
     const F d = load_half(reinterpret_cast<const uint16_t*>(scale));
     F m = zero();
@@ -79,17 +81,19 @@ inline void amx_float_part(const uint8_t* scale, const uint8_t* minimum, const u
 #pragma GCC unroll 16
     for (int r = 0; r < kGroup; ++r) {
         const auto* fields = reinterpret_cast<const float*>(rows + kActRow * static_cast<size_t>(r) + kActScale);
-        acc[r] = fma(mul(d, set1(fields[0])), to_float(load(dots + 16 * r)), acc[r]);
+        I dot = load(dots + 16 * r);
+        if constexpr (Wide) dot = add(times255(dot), load(dots + 256 + 16 * r));
+        acc[r] = fma(mul(d, set1(fields[0])), to_float(dot), acc[r]);
         if constexpr (K == Kind::Q4Min || K == Kind::Q8Min) acc[r] = fma(m, set1(fields[1]), acc[r]);
     }
 }
 
 // One tile of outputs by one whole group of 16 rows. The matrix unit works one block ahead of the float part. `codes` is the tile as
 // unpack_tile left it. (Unpacking each block right before its product costs 20 ns more a block: the unit then waits for the stores.)
-template <Kind K>
-void amx_tile_as(const uint8_t* w, const uint8_t* codes, int pairs, const uint8_t* group, F* out) {
+template <Kind K, bool Wide>
+void amx_tile_as(const uint8_t* w, const uint8_t* codes, int pairs, const uint8_t* group, size_t part, F* out) {
     constexpr size_t record = record_bytes(K), minimum_bytes = K == Kind::Q8Min ? 64 : 32;
-    alignas(64) int32_t even[256], odd[256];
+    alignas(64) int32_t even[Wide ? 512 : 256], odd[Wide ? 512 : 256];
     F acc[kGroup];
     for (int r = 0; r < kGroup; ++r) acc[r] = zero();
     const auto dot_even = [&](int block) {
@@ -102,6 +106,16 @@ void amx_tile_as(const uint8_t* w, const uint8_t* codes, int pairs, const uint8_
             FS_TILE_DOT("tdpbssd", 0, 2, 4);
         }
         FS_TILE_STORE(0, even);
+        if constexpr (Wide) {
+            FS_TILE_ZERO(6);
+            FS_TILE_LOAD(7, group + part + static_cast<size_t>(block) * kActRecord, kActRow);
+            if constexpr (K == Kind::Q8Min) {
+                FS_TILE_DOT("tdpbsud", 6, 7, 4);
+            } else {
+                FS_TILE_DOT("tdpbssd", 6, 7, 4);
+            }
+            FS_TILE_STORE(6, even + 256);
+        }
     };
     const auto dot_odd = [&](int block) {
         FS_TILE_ZERO(1);
@@ -113,6 +127,16 @@ void amx_tile_as(const uint8_t* w, const uint8_t* codes, int pairs, const uint8_
             FS_TILE_DOT("tdpbssd", 1, 3, 5);
         }
         FS_TILE_STORE(1, odd);
+        if constexpr (Wide) {
+            FS_TILE_ZERO(6);
+            FS_TILE_LOAD(7, group + part + static_cast<size_t>(block) * kActRecord, kActRow);
+            if constexpr (K == Kind::Q8Min) {
+                FS_TILE_DOT("tdpbsud", 6, 7, 5);
+            } else {
+                FS_TILE_DOT("tdpbssd", 6, 7, 5);
+            }
+            FS_TILE_STORE(6, odd + 256);
+        }
     };
     dot_even(0);
     for (int p = 0; p < pairs; ++p) {
@@ -120,19 +144,28 @@ void amx_tile_as(const uint8_t* w, const uint8_t* codes, int pairs, const uint8_
         const uint8_t* scale = here + 2 * code_bytes(K);
         const uint8_t* rows = group + static_cast<size_t>(2 * p) * kActRecord;
         dot_odd(2 * p + 1);
-        amx_float_part<K>(scale, scale + 64, rows, even, acc);
+        amx_float_part<K, Wide>(scale, scale + 64, rows, even, acc);
         if (p + 1 < pairs) dot_even(2 * p + 2);
-        amx_float_part<K>(scale + 32, scale + 64 + minimum_bytes, rows + kActRecord, odd, acc);
+        amx_float_part<K, Wide>(scale + 32, scale + 64 + minimum_bytes, rows + kActRecord, odd, acc);
     }
     for (int r = 0; r < kGroup; ++r) out[r] = acc[r];
 }
 
+template <Kind K>
+inline void amx_tile_of(const Packed& w, int tile, const uint8_t* codes, const uint8_t* group, F* out) {
+    if (w.wide) {
+        amx_tile_as<K, true>(w.tile(tile), codes, w.pairs, group, act_part_bytes(w.in), out);
+    } else {
+        amx_tile_as<K, false>(w.tile(tile), codes, w.pairs, group, 0, out);
+    }
+}
+
 inline void amx_tile(const Packed& w, int tile, const uint8_t* codes, const uint8_t* group, F* out) {
     switch (w.kind) {
-        case Kind::Q4Min: amx_tile_as<Kind::Q4Min>(w.tile(tile), codes, w.pairs, group, out); break;
-        case Kind::Q4Offset: amx_tile_as<Kind::Q4Offset>(w.tile(tile), codes, w.pairs, group, out); break;
-        case Kind::Q8Min: amx_tile_as<Kind::Q8Min>(w.tile(tile), codes, w.pairs, group, out); break;
-        default: amx_tile_as<Kind::Q8Offset>(w.tile(tile), codes, w.pairs, group, out); break;
+        case Kind::Q4Min: amx_tile_of<Kind::Q4Min>(w, tile, codes, group, out); break;
+        case Kind::Q4Offset: amx_tile_of<Kind::Q4Offset>(w, tile, codes, group, out); break;
+        case Kind::Q8Min: amx_tile_of<Kind::Q8Min>(w, tile, codes, group, out); break;
+        default: amx_tile_of<Kind::Q8Offset>(w, tile, codes, group, out); break;
     }
 }
 

@@ -19,8 +19,11 @@ constexpr int kGroup = 16;
 constexpr size_t kActRow = 64, kActRecord = kGroup * kActRow;
 constexpr size_t kActScale = 32, kActScaledSum = 36, kActMinus8 = 40, kActMinus128 = 44;
 
-inline size_t act_group_bytes(int in) { return static_cast<size_t>((in + 2 * kBlock - 1) / (2 * kBlock)) * 2 * kActRecord; }
-inline size_t act_bytes(int in, int rows) { return act_group_bytes(in) * static_cast<size_t>((rows + kGroup - 1) / kGroup); }
+// Rows of 16 bits are two such sets of records, one behind the other: q = 255 * high + low with both parts in -127..127, the codes of
+// `high` beside the row's scale and sums, and the codes of `low` alone.
+inline size_t act_part_bytes(int in) { return static_cast<size_t>((in + 2 * kBlock - 1) / (2 * kBlock)) * 2 * kActRecord; }
+inline size_t act_group_bytes(int in, bool wide) { return act_part_bytes(in) * (wide ? 2 : 1); }
+inline size_t act_bytes(int in, int rows, bool wide) { return act_group_bytes(in, wide) * static_cast<size_t>((rows + kGroup - 1) / kGroup); }
 
 // What a linear layer reads: quantised groups, float rows, or both when the matrices of one layer differ in kind.
 struct Rows {
@@ -30,20 +33,35 @@ struct Rows {
     size_t stride = 0;  // floats from row to row
 };
 
-// Codes of 16 values: round_half_even(x / a). A product with the reciprocal is off by less than 2e-5 at |x / a| <= 127, so it
-// decides all but the values that close to a tie; those (and steps too small for a reciprocal) take the true quotient.
+// Codes of 16 values: round_half_even(x / a). A product with the reciprocal is off by less than 2e-5 at |x / a| <= 127 and 0.006 at
+// 32512, so it decides all but the values that close to a tie; those (and steps too small for a reciprocal) take the true quotient.
+template <bool Wide>
 inline I codes_of(F x, float a, float reciprocal) {
     const F scaled = mul(x, set1(reciprocal));
     const F whole = round_even(scaled);
     const F off = abs(sub(scaled, whole));
-    if (all(less(off, set1(0.49996f)))) return round_int(whole);
+    if (all(less(off, set1(Wide ? 0.49f : 0.49996f)))) return round_int(whole);
     return round_int(div(x, set1(a)));
 }
 
+template <bool Wide>
+inline void store_codes(I q, int8_t* codes, int8_t* low) {
+    if constexpr (!Wide) {
+        store_int8(codes, q);
+    } else {
+        const F whole = to_float(q);
+        const F high = round_even(mul(whole, set1(1.0f / 255.0f)));  // never near a tie: q / 255 is at least 1/510 from one
+        store_int8(codes, round_int(high));
+        store_int8(low, round_int(sub(whole, mul(high, set1(255.0f)))));
+    }
+}
+
 // x[0..in) of row `row` into its group. `in` is a multiple of 32.
-inline void quantise_row(const float* x, int in, int row, uint8_t* act) {
+template <bool Wide>
+inline void quantise_row_as(const float* x, int in, int row, uint8_t* act) {
     const int blocks = in / kBlock;
-    uint8_t* out = act + act_group_bytes(in) * static_cast<size_t>(row / kGroup) + kActRow * static_cast<size_t>(row % kGroup);
+    const size_t part = act_part_bytes(in);
+    uint8_t* out = act + act_group_bytes(in, Wide) * static_cast<size_t>(row / kGroup) + kActRow * static_cast<size_t>(row % kGroup);
     alignas(64) float step[16], reciprocal[16];
     for (int b = 0; b < blocks; ++b, out += kActRecord) {
         if (b % 16 == 0) {  // the steps of the next 16 blocks: one vector division instead of 16 scalar ones
@@ -52,28 +70,41 @@ inline void quantise_row(const float* x, int in, int row, uint8_t* act) {
                 const float* block = x + (b + i) * kBlock;
                 largest[i] = reduce_max(max(abs(load(block)), abs(load(block + 16))));
             }
-            const F a = div(load(largest), set1(127.0f));
+            const F a = div(load(largest), set1(Wide ? 32512.0f : 127.0f));
             store(step, a);
             store(reciprocal, div(set1(1.0f), a));
         }
         const float a = step[b % 16];
         int8_t* codes = reinterpret_cast<int8_t*>(out);
+        int8_t* low = codes + part;
         int32_t sum = 0;
         if (a > 0.0f) {
-            const I q0 = codes_of(load(x + b * kBlock), a, reciprocal[b % 16]);
-            const I q1 = codes_of(load(x + b * kBlock + 16), a, reciprocal[b % 16]);
-            store_int8(codes, q0);
-            store_int8(codes + 16, q1);
+            const I q0 = codes_of<Wide>(load(x + b * kBlock), a, reciprocal[b % 16]);
+            const I q1 = codes_of<Wide>(load(x + b * kBlock + 16), a, reciprocal[b % 16]);
+            store_codes<Wide>(q0, codes, low);
+            store_codes<Wide>(q1, codes + 16, low + 16);
             sum = reduce_add(add(q0, q1));
         } else {
             std::memset(codes, 0, kBlock);
+            if (Wide) std::memset(low, 0, kBlock);
         }
         const float floats[2] = {a, a * static_cast<float>(sum)};
         const int32_t integers[2] = {-8 * sum, -128 * sum};
         std::memcpy(out + kActScale, floats, 8);
         std::memcpy(out + kActMinus8, integers, 8);
     }
-    if (blocks % 2 != 0) std::memset(out, 0, kActRow);  // the zero block that fills the last record
+    if (blocks % 2 != 0) {  // the zero block that fills the last record
+        std::memset(out, 0, kActRow);
+        if (Wide) std::memset(out + part, 0, kActRow);
+    }
+}
+
+inline void quantise_row(const float* x, int in, int row, bool wide, uint8_t* act) {
+    if (wide) {
+        quantise_row_as<true>(x, in, row, act);
+    } else {
+        quantise_row_as<false>(x, in, row, act);
+    }
 }
 
 // Rows [n, next multiple of 16) of the last group as zeros: the matrix unit computes whole groups.
@@ -86,7 +117,17 @@ inline void clear_rest(int in, int n, uint8_t* act) {
 }
 
 template <Kind K, int R>
-inline void quantised_block(const uint8_t* codes, const uint8_t* scale, const uint8_t* minimum, const uint8_t* rows,
+inline void block_dots(const Codes& w, const uint8_t* rows, I* dot) {
+    if constexpr (K <= Kind::Q4Offset) {
+        dot_nibbles<R, kActRow>(w, reinterpret_cast<const int8_t*>(rows), dot);
+    } else {
+        dot_bytes<R, kActRow>(w, reinterpret_cast<const int8_t*>(rows), dot);
+    }
+}
+
+// `part`: bytes from the high codes to the low ones of wide rows.
+template <Kind K, int R, bool Wide>
+inline void quantised_block(const uint8_t* codes, const uint8_t* scale, const uint8_t* minimum, const uint8_t* rows, size_t part,
                             F (&acc)[R]) {
     Codes w;
     if constexpr (K <= Kind::Q4Offset) {
@@ -102,18 +143,24 @@ inline void quantised_block(const uint8_t* codes, const uint8_t* scale, const ui
     const auto real = [&](size_t offset, int r) { return set1(*reinterpret_cast<const float*>(field(offset, r))); };
     const auto whole = [&](size_t offset, int r) { return *reinterpret_cast<const int32_t*>(field(offset, r)); };
     I dot[R];
+    if constexpr (Wide) {
+#pragma GCC unroll 16
+        for (int r = 0; r < R; ++r) dot[r] = set1(0);
+        block_dots<K, R>(w, rows, dot);
+    }
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
-        if constexpr (K == Kind::Q4Min) dot[r] = set1(0);
-        if constexpr (K == Kind::Q4Offset) dot[r] = set1(whole(kActMinus8, r));
-        if constexpr (K == Kind::Q8Min) dot[r] = set1(kBytesShift == 0 ? 0 : -whole(kActMinus128, r));
-        if constexpr (K == Kind::Q8Offset) dot[r] = set1(kBytesShift == 0 ? whole(kActMinus128, r) : 0);
+        I start = set1(0);
+        if constexpr (K == Kind::Q4Offset) start = set1(whole(kActMinus8, r));
+        if constexpr (K == Kind::Q8Min) start = set1(kBytesShift == 0 ? 0 : -whole(kActMinus128, r));
+        if constexpr (K == Kind::Q8Offset) start = set1(kBytesShift == 0 ? whole(kActMinus128, r) : 0);
+        if constexpr (Wide) {
+            dot[r] = add(times255(dot[r]), start);
+        } else {
+            dot[r] = start;
+        }
     }
-    if constexpr (K <= Kind::Q4Offset) {
-        dot_nibbles<R, kActRow>(w, reinterpret_cast<const int8_t*>(rows), dot);
-    } else {
-        dot_bytes<R, kActRow>(w, reinterpret_cast<const int8_t*>(rows), dot);
-    }
+    block_dots<K, R>(w, Wide ? rows + part : rows, dot);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
         acc[r] = fma(mul(d, real(kActScale, r)), to_float(dot[r]), acc[r]);
@@ -126,8 +173,8 @@ inline void quantised_block(const uint8_t* codes, const uint8_t* scale, const ui
 constexpr size_t kPrefetchFar = 7680, kPrefetchNear = 1280;
 
 // R rows; `rows` is the first one's line in its group's first record.
-template <Kind K, int R>
-void quantised_tile(const uint8_t* w, int pairs, const uint8_t* rows, F* out) {
+template <Kind K, int R, bool Wide>
+void quantised_tile(const uint8_t* w, int pairs, const uint8_t* rows, size_t part, F* out) {
     constexpr size_t codes = code_bytes(K), record = record_bytes(K);
     constexpr size_t minimum_bytes = K == Kind::Q8Min ? 64 : 32;
     F acc[R];
@@ -141,8 +188,8 @@ void quantised_tile(const uint8_t* w, int pairs, const uint8_t* rows, F* out) {
             }
         }
         const uint8_t* scale = w + 2 * codes;
-        quantised_block<K, R>(w, scale, scale + 64, rows, acc);
-        quantised_block<K, R>(w + codes, scale + 32, scale + 64 + minimum_bytes, rows + kActRecord, acc);
+        quantised_block<K, R, Wide>(w, scale, scale + 64, rows, part, acc);
+        quantised_block<K, R, Wide>(w + codes, scale + 32, scale + 64 + minimum_bytes, rows + kActRecord, part, acc);
     }
     for (int r = 0; r < R; ++r) out[r] = acc[r];
 }
@@ -170,7 +217,11 @@ template <Kind K, int R>
 inline void tile_rows(const Packed& w, int tile, const Rows& x, int row, F* acc) {
     if constexpr (K <= Kind::Q8Offset) {
         const uint8_t* rows = x.quantised + x.group_bytes * static_cast<size_t>(row / kGroup) + kActRow * static_cast<size_t>(row % kGroup);
-        quantised_tile<K, R>(w.tile(tile), w.pairs, rows, acc);
+        if (w.wide) {
+            quantised_tile<K, R, true>(w.tile(tile), w.pairs, rows, act_part_bytes(w.in), acc);
+        } else {
+            quantised_tile<K, R, false>(w.tile(tile), w.pairs, rows, 0, acc);
+        }
     } else {
         dense_tile<K, R>(w.tile(tile), w.in, x.values + x.stride * static_cast<size_t>(row), x.stride, acc);
     }

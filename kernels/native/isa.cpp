@@ -15,9 +15,9 @@ namespace {
 
 void quantise(const float* x, int rows, int in, int8_t* codes, float* a, int32_t* sums) {
     const int blocks = in / kBlock;
-    Buffer<uint8_t> act(act_bytes(in, 1));
+    Buffer<uint8_t> act(act_bytes(in, 1, false));
     for (int r = 0; r < rows; ++r) {
-        quantise_row(x + static_cast<size_t>(r) * static_cast<size_t>(in), in, 0, act.data());
+        quantise_row(x + static_cast<size_t>(r) * static_cast<size_t>(in), in, 0, false, act.data());
         for (int b = 0; b < blocks; ++b) {
             const uint8_t* record = act.data() + static_cast<size_t>(b) * kActRecord;
             const size_t at = static_cast<size_t>(r) * static_cast<size_t>(blocks) + static_cast<size_t>(b);
@@ -44,11 +44,16 @@ void linear(Team& team, const Packed& w, const float* x, int rows, float* y) {
     job.x.values = x;
     job.x.stride = static_cast<size_t>(w.in);
     if (is_quantised(w.kind)) {
+<<<<<<< HEAD
         act.resize(act_bytes(w.in, rows));
         for (int r = 0; r < rows; ++r) quantise_row(x + static_cast<size_t>(r) * job.x.stride, w.in, r, act.data());
         clear_rest(w.in, rows, act.data());
+=======
+        act.resize(act_bytes(w.in, rows, w.wide));
+        for (int r = 0; r < rows; ++r) quantise_row(x + static_cast<size_t>(r) * job.x.stride, w.in, r, w.wide, act.data());
+>>>>>>> 420683d (Activations in 16 bits for the matrices that decide the next token: the fast path agrees with float32)
         job.x.quantised = act.data();
-        job.x.group_bytes = act_group_bytes(w.in);
+        job.x.group_bytes = act_group_bytes(w.in, w.wide);
     }
     Phase phase = tiles_phase(w);
     phase.run = [](void* p, int, int begin, int end, int thread) {

@@ -50,7 +50,7 @@ def _block_data(weight: BlockWeight, bias: int | None) -> WeightData:
         0 if weight.bits == 4 else 1,
         weight.out_features,
         weight.in_features,
-        0,
+        weight.activation_bits,
         address(weight.codes, torch.uint8, "codes"),
         address(weight.scale, torch.float16, "scale"),
         minimum,

@@ -1,6 +1,12 @@
-"""ModelConfig + tensors -> DecoderWeights. Knows which tensors a decoder needs; refuses to know files and number formats."""
+"""ModelConfig + tensors -> DecoderWeights. Knows which tensors a decoder needs; refuses to know files and number formats.
+
+Quantised matrices that read the residual stream into attention (q, k, v) and into the vocabulary take 16-bit activations: their
+inputs have outlying channels, which coarse steps cost most (measured: next-token agreement with float32 97 % -> 99 %).
+"""
 
 from __future__ import annotations
+
+import dataclasses
 
 import torch
 
@@ -20,7 +26,7 @@ def assemble(
     vocabulary = source.rows(source.stem("embedding"), config.hidden)
     if not 1 <= vocabulary <= MAX_VOCABULARY:
         source.refuse(f"{source.stem('embedding')}.weight", f"{vocabulary} rows; 1 to {MAX_VOCABULARY} are supported")
-    embedding = _matrix(source, source.stem("embedding"), vocabulary, config.hidden)
+    embedding = _finely(_matrix(source, source.stem("embedding"), vocabulary, config.hidden))
     lm_head = _lm_head(config, source, embedding, vocabulary)
     layers = tuple(_layer(config, source, index) for index in range(config.layers))
     cos, sin = rope_tables(config.rope, config.head_dim, context, rope_divisors)
@@ -52,11 +58,16 @@ def _lm_head(config: ModelConfig, source: TensorSource, embedding: Weight, vocab
     """Tied: the embedding itself, unless the file carries an output matrix that differs from it. Untied: the file's own."""
     stem = source.stem("lm_head")
     if source.has(f"{stem}.weight"):
-        own = _matrix(source, stem, vocabulary, config.hidden)
+        own = _finely(_matrix(source, stem, vocabulary, config.hidden))
         return embedding if config.tied and _equal(own, embedding) else own
     if not config.tied:
         source.refuse(f"{stem}.weight", "missing, and the config does not say tie_word_embeddings: true")
     return embedding
+
+
+def _finely(weight: Weight) -> Weight:
+    """The same matrix, its rows of activations quantised to 16 bits."""
+    return dataclasses.replace(weight, activation_bits=16) if isinstance(weight, BlockWeight) else weight
 
 
 def _equal(a: Weight, b: Weight) -> bool:
@@ -79,9 +90,9 @@ def _layer(config: ModelConfig, source: TensorSource, index: int) -> LayerWeight
 
     return LayerWeights(
         attention_norm=vector("attention_norm", config.hidden),
-        q=matrix("q", q_rows, config.hidden, config.qkv_bias, config.q_heads),
-        k=matrix("k", kv_rows, config.hidden, config.qkv_bias, config.kv_heads),
-        v=matrix("v", kv_rows, config.hidden, config.qkv_bias),
+        q=_finely(matrix("q", q_rows, config.hidden, config.qkv_bias, config.q_heads)),
+        k=_finely(matrix("k", kv_rows, config.hidden, config.qkv_bias, config.kv_heads)),
+        v=_finely(matrix("v", kv_rows, config.hidden, config.qkv_bias)),
         o=matrix("o", config.hidden, q_rows, config.o_bias),
         mlp_norm=vector("mlp_norm", config.hidden),
         gate=matrix("gate", config.intermediate, config.hidden, config.mlp_bias),

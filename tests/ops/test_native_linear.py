@@ -31,9 +31,10 @@ def random(*size: int, seed: int = 0) -> torch.Tensor:
 
 
 def blocks(out: int, into: int, form: str) -> BlockWeight:
-    """4 and 8 bits, each with free minimums and with minimums that are a constant times the scale."""
+    """4 and 8 bits, each with free minimums and with minimums that are a constant times the scale; rows of 8 or 16 bits."""
     dense = DenseWeight(random(out, into))
-    weight = quantize(dense, int(form[0]))
+    weight = replace(quantize(dense, int(form[0])), activation_bits=16 if form.endswith("wide") else 8)
+    form = form.removesuffix(" wide")
     if form == "4 offset":
         return replace(weight, minimum=(weight.scale.float() * -8).half())
     if form == "8 free":
@@ -41,7 +42,7 @@ def blocks(out: int, into: int, form: str) -> BlockWeight:
     return weight
 
 
-FORMS = ["4", "4 offset", "8", "8 free"]
+FORMS = ["4", "4 offset", "8", "8 free", "4 wide", "4 offset wide", "8 wide", "8 free wide"]
 
 
 @pytest.mark.parametrize("isa", LIBRARY.isas)

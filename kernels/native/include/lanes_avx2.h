@@ -77,6 +77,9 @@ inline void store(int32_t* p, I x) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 8), x.b);
 }
 inline I add(I x, I y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
+inline I times255(I x) {
+    return {_mm256_sub_epi32(_mm256_slli_epi32(x.a, 8), x.a), _mm256_sub_epi32(_mm256_slli_epi32(x.b, 8), x.b)};
+}
 inline F to_float(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
 inline I round_int(F x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
 inline F round_even(F x) {

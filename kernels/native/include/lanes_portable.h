@@ -77,6 +77,7 @@ inline I iota() { FS_I(i); }
 inline I load(const int32_t* p) { FS_I(p[i]); }
 inline void store(int32_t* p, I x) { FS_EACH p[i] = x.v[i]; }
 inline I add(I a, I b) { FS_I(a.v[i] + b.v[i]); }
+inline I times255(I a) { FS_I(255 * a.v[i]); }
 inline F to_float(I a) { FS_F(static_cast<float>(a.v[i])); }
 inline I round_int(F a) { FS_I(static_cast<int32_t>(std::nearbyintf(a.v[i]))); }
 inline float from_bits(uint32_t bits) {

@@ -37,6 +37,7 @@ struct Packed {
     int in = 0;
     int tiles = 0;
     int pairs = 0;          // records of a quantised tile
+    bool wide = false;      // rows are quantised to 16 bits
     size_t tile_bytes = 0;
     uint8_t* data = nullptr;  // [tiles][tile_bytes], owned by an Arena
     std::vector<float> bias;  // [tiles * 16] or empty
