@@ -18,9 +18,7 @@ from spec.models import load_model
 
 # The fast path rounds activations to 8 bits per row and block of 32, which moves logits by about 0.3 (root mean square), so
 # near-ties may fall the other way: 5 to 9 % of the tokens of ordinary text have their two best logits within 0.1 of each other.
-CLEAR_GAP = 0.1
-CLEAR_AGREEMENT = 0.98  # of tokens whose gap in float32 is at least CLEAR_GAP
-OVERALL_AGREEMENT = 0.95  # of all tokens; 0.967 was measured on this text
+AGREEMENT = 0.98  # of all tokens; 0.988 was measured on this text
 
 
 @pytest.fixture(scope="module")
@@ -87,16 +85,14 @@ def test_every_next_token_agrees_in_float32(path: Path, tokens: list[int], expec
 
 
 @pytest.mark.slow
-def test_the_fast_path_agrees_wherever_the_choice_is_clear(path: Path, tokens: list[int], expected: torch.Tensor) -> None:
+def test_the_fast_path_agrees_on_the_next_token(path: Path, tokens: list[int], expected: torch.Tensor) -> None:
     pytest.importorskip("kernels.decoder.native", reason="there is no native decoder")
     try:
         ours = logits(load_model(path, context=512), tokens, native=True)
     except (ImportError, OSError, RuntimeError) as error:
         pytest.skip(f"the native library cannot be built or loaded here: {error}")
     agrees = (ours.argmax(-1) == expected.argmax(-1)).float()
-    best, second = expected.topk(2, dim=-1).values.unbind(-1)
-    assert float(agrees[best - second >= CLEAR_GAP].mean()) >= CLEAR_AGREEMENT
-    assert float(agrees.mean()) >= OVERALL_AGREEMENT
+    assert float(agrees.mean()) >= AGREEMENT
 
 
 def test_loading_is_fast(path: Path) -> None:

@@ -1,7 +1,7 @@
 """ModelConfig + tensors -> DecoderWeights. Knows which tensors a decoder needs; refuses to know files and number formats.
 
-Quantised matrices that read the residual stream into attention (q, k, v) and into the vocabulary take 16-bit activations: their
-inputs have outlying channels, which coarse steps cost most (measured: next-token agreement with float32 97 % -> 99 %).
+Quantised matrices take 16-bit activations, except gate and up, which are half of the arithmetic and forgive most. On the default
+model the next token agrees with float32 on 98 to 99 % of prose so, 95 to 97 % with 8 bits everywhere, all of it with 16 everywhere.
 """
 
 from __future__ import annotations
@@ -93,11 +93,11 @@ def _layer(config: ModelConfig, source: TensorSource, index: int) -> LayerWeight
         q=_finely(matrix("q", q_rows, config.hidden, config.qkv_bias, config.q_heads)),
         k=_finely(matrix("k", kv_rows, config.hidden, config.qkv_bias, config.kv_heads)),
         v=_finely(matrix("v", kv_rows, config.hidden, config.qkv_bias)),
-        o=matrix("o", config.hidden, q_rows, config.o_bias),
+        o=_finely(matrix("o", config.hidden, q_rows, config.o_bias)),
         mlp_norm=vector("mlp_norm", config.hidden),
         gate=matrix("gate", config.intermediate, config.hidden, config.mlp_bias),
         up=matrix("up", config.intermediate, config.hidden, config.mlp_bias),
-        down=matrix("down", config.hidden, config.intermediate, config.mlp_bias),
+        down=_finely(matrix("down", config.hidden, config.intermediate, config.mlp_bias)),
         q_norm=vector("q_norm", config.head_dim) if config.qk_norm else None,
         k_norm=vector("k_norm", config.head_dim) if config.qk_norm else None,
     )
