@@ -163,7 +163,7 @@ class Forward {
     void shared_input(Op op, int layer, int begin, int end) {
         const bool quantised = forms(op, layer).first;
         for (int r = begin; r < end; ++r) prepare_row(op, layer, r, quantised, s_.quantised.data(), s_.values.data());
-        if (quantised && end == input_rows(op)) clear_rest(input_width(m_, op), end, s_.quantised.data());
+        if (quantised && end == input_rows(op)) clear_rest(input_width(m_, op), end, wide(op, layer), s_.quantised.data());
     }
 
     // The input of the linear layer of this phase: the shared buffers, or this thread's own, filled on its first claim.

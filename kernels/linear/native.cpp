@@ -108,10 +108,10 @@ inline void quantise_row(const float* x, int in, int row, bool wide, uint8_t* ac
 }
 
 // Rows [n, next multiple of 16) of the last group as zeros: the matrix unit computes whole groups.
-inline void clear_rest(int in, int n, uint8_t* act) {
+inline void clear_rest(int in, int n, bool wide, uint8_t* act) {
     if (n % kGroup == 0) return;
-    uint8_t* group = act + act_group_bytes(in) * static_cast<size_t>(n / kGroup);
-    for (size_t record = 0; record < act_group_bytes(in); record += kActRecord) {
+    uint8_t* group = act + act_group_bytes(in, wide) * static_cast<size_t>(n / kGroup);
+    for (size_t record = 0; record < act_group_bytes(in, wide); record += kActRecord) {
         std::memset(group + record + kActRow * static_cast<size_t>(n % kGroup), 0, kActRow * static_cast<size_t>(kGroup - n % kGroup));
     }
 }

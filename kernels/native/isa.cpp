@@ -44,14 +44,9 @@ void linear(Team& team, const Packed& w, const float* x, int rows, float* y) {
     job.x.values = x;
     job.x.stride = static_cast<size_t>(w.in);
     if (is_quantised(w.kind)) {
-<<<<<<< HEAD
-        act.resize(act_bytes(w.in, rows));
-        for (int r = 0; r < rows; ++r) quantise_row(x + static_cast<size_t>(r) * job.x.stride, w.in, r, act.data());
-        clear_rest(w.in, rows, act.data());
-=======
         act.resize(act_bytes(w.in, rows, w.wide));
         for (int r = 0; r < rows; ++r) quantise_row(x + static_cast<size_t>(r) * job.x.stride, w.in, r, w.wide, act.data());
->>>>>>> 420683d (Activations in 16 bits for the matrices that decide the next token: the fast path agrees with float32)
+        clear_rest(w.in, rows, w.wide, act.data());
         job.x.quantised = act.data();
         job.x.group_bytes = act_group_bytes(w.in, w.wide);
     }
