@@ -212,7 +212,8 @@ def make_engine(
 def _drafting_target(parts: Parts) -> registry.Target:
     """The target as drafters see it; a draft model with other tokens is refused with both names in the message."""
 
-    def load(path: Path) -> LoadedModel:
+    def load(name: Path) -> LoadedModel:
+        path = resolve(str(name), parts.cache).weights  # an alias or a hub id as well as a path
         tokenizer = load_tokenizer(path, parts.cache / "tokenizers")
         if tokenizer.fingerprint != parts.tokenizer.fingerprint:
             raise ConfigError(
