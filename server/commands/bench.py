@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from server.commands.common import chosen_prompts, requests_of
+from server.commands.common import chosen_prompts, requests_of, table_console
 from server.commands.verify import mean_acceptance_length
 from server.compose import load_parts, make_engine
 from server.local import Completion, run_requests
@@ -54,7 +54,7 @@ def run(
     parts = load_parts(settings)
     requests = requests_of(parts, chosen, max_tokens, temperature, 0 if seed is None else seed)
     results = []
-    console = Console()
+    console = table_console()
     with Progress(console=Console(stderr=True)) as progress:
         task = progress.add_task("warming up", total=repeats * len(concurrency) * len(requests) * 2)
         for streams in concurrency:

@@ -6,11 +6,19 @@ import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
+from rich.console import Console
+
 from server.compose import Parts
 from server.prompts import Prompt, read_prompts
 from server.template import ChatTemplate
 from spec.errors import ConfigError
 from spec.request import Request, SamplingParams, SpeculationPolicy
+
+
+def table_console() -> Console:
+    """A console for tables: as wide as the terminal, wide enough for every column where there is none."""
+    console = Console()
+    return console if console.is_terminal else Console(width=140)
 
 
 def chosen_prompts(prompt: str | None, prompts: Path | None, n: int | None) -> list[Prompt]:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from server.commands.common import chosen_prompts, requests_of
+from server.commands.common import chosen_prompts, requests_of, table_console
 from server.compose import Parts, kv_bytes_per_token, load_parts, make_engine, shipped_drafters
 from server.local import Completion, run_requests
 from server.settings import Settings
@@ -89,7 +89,7 @@ def run(
     chosen = chosen_prompts(None, prompts, n)
     parts = load_parts(settings)
     requests = requests_of(parts, chosen, max_tokens, temperature, 0 if seed is None else seed)
-    console = Console()
+    console = table_console()
     with Progress(console=Console(stderr=True)) as progress:
         task = progress.add_task("plain decoding", total=None)
         plain = msgspec.structs.replace(settings, drafters="none", tree_shape="")
