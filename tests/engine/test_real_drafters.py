@@ -151,3 +151,17 @@ def test_every_drafter_together() -> None:
         answers = run(engine, [greedy_request(i, p, COUNT) for i, p in enumerate(prompts)])
         assert [tuple(answers[i].token_ids) for i in range(3)] == [golden(p) for p in prompts]
         assert not any(engine.stats()["drafter_faults"].values())
+
+
+@pytest.mark.parametrize("shape", ["chain:4", "2x4"])
+@pytest.mark.parametrize("drafter", ["suffix", "itself", "noisy", "unrelated"])
+def test_a_prompt_of_one_word_over_and_over_changes_no_text(drafter: str, shape: str) -> None:
+    """SD-01: copying always finds something to offer, right or wrong."""
+    prompt = (17, 230, 5) * 16
+    if drafter == "suffix":
+        engine = make_engine(decoder(), [SuffixDrafter()], speculator=ShapeSpeculator(shape), num_pages=96, page_size=4)
+    else:
+        engine = engine_with(drafter, ShapeSpeculator(shape))
+    answer = run(engine, [greedy_request(0, prompt, 32)])[0]
+    assert tuple(answer.token_ids) == golden(prompt, 32)
+    assert answer.drafted > 0
