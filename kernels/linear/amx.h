@@ -4,7 +4,9 @@
 // unpacked to signed or unsigned bytes once per tile and then used for all rows.
 #pragma once
 
-#if defined(__AMX_INT8__)
+#include "matrix_unit.h"
+
+#if defined(FS_AMX)
 
 #include "buffer.h"
 #include "lanes.h"
@@ -12,25 +14,14 @@
 
 namespace fs::FS_ISA {
 
-// Own statements instead of the compiler's intrinsics, which do not tell it that memory is read.
-#define FS_TILE_LOAD(tile, base, stride) \
-    asm volatile("tileloadd (%0,%1,1), %%tmm" #tile ::"r"(base), "r"(static_cast<size_t>(stride)) : "memory")
-#define FS_TILE_STORE(tile, base) asm volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::"r"(base), "r"(size_t{64}) : "memory")
-#define FS_TILE_ZERO(tile) asm volatile("tilezero %%tmm" #tile ::)
-#define FS_TILE_DOT(name, c, a, b) asm volatile(name " %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
-
-// Tiles 0, 1: sums (16 rows of 16 int32). 2, 3: activations (16 rows of 32 bytes). 4, 5: weights (8 rows of 16 x 4 bytes).
-// 6, 7: sums and activations of the low parts of wide rows.
-inline void amx_configure() {
-    struct alignas(64) Config {
-        uint8_t palette = 1, start_row = 0, reserved[14] = {};
-        uint16_t row_bytes[16] = {64, 64, 32, 32, 64, 64, 64, 32};
-        uint8_t rows[16] = {16, 16, 16, 16, 8, 8, 16, 16};
-    };
-    static const Config config;
-    asm volatile("ldtilecfg %0" ::"m"(config));
+// Tiles 0, 1, 6: sums (16 rows of 16 int32). 2, 3, 7: activations (16 rows of 32 bytes). 4, 5: weights (8 rows of 16 x 4 bytes).
+inline void amx_configure_linear() {
+    TileShapes shapes;
+    for (int tile : {0, 1, 6}) shapes.set(tile, 16, 64);
+    for (int tile : {2, 3, 7}) shapes.set(tile, 16, 32);
+    for (int tile : {4, 5}) shapes.set(tile, 8, 64);
+    amx_configure(shapes);
 }
-inline void amx_release() { asm volatile("tilerelease" ::); }
 
 constexpr size_t kUnpackedBlock = 512;  // 8 lines of 4 inputs by 16 outputs
 
@@ -105,7 +96,7 @@ void amx_tile_as(const uint8_t* w, const uint8_t* codes, int pairs, const uint8_
         } else {
             FS_TILE_DOT("tdpbssd", 0, 2, 4);
         }
-        FS_TILE_STORE(0, even);
+        FS_TILE_STORE(0, even, 64);
         if constexpr (Wide) {
             FS_TILE_ZERO(6);
             FS_TILE_LOAD(7, group + part + static_cast<size_t>(block) * kActRecord, kActRow);
@@ -114,7 +105,7 @@ void amx_tile_as(const uint8_t* w, const uint8_t* codes, int pairs, const uint8_
             } else {
                 FS_TILE_DOT("tdpbssd", 6, 7, 4);
             }
-            FS_TILE_STORE(6, even + 256);
+            FS_TILE_STORE(6, even + 256, 64);
         }
     };
     const auto dot_odd = [&](int block) {
@@ -126,7 +117,7 @@ void amx_tile_as(const uint8_t* w, const uint8_t* codes, int pairs, const uint8_
         } else {
             FS_TILE_DOT("tdpbssd", 1, 3, 5);
         }
-        FS_TILE_STORE(1, odd);
+        FS_TILE_STORE(1, odd, 64);
         if constexpr (Wide) {
             FS_TILE_ZERO(6);
             FS_TILE_LOAD(7, group + part + static_cast<size_t>(block) * kActRecord, kActRow);
@@ -135,7 +126,7 @@ void amx_tile_as(const uint8_t* w, const uint8_t* codes, int pairs, const uint8_
             } else {
                 FS_TILE_DOT("tdpbssd", 6, 7, 5);
             }
-            FS_TILE_STORE(6, odd + 256);
+            FS_TILE_STORE(6, odd + 256, 64);
         }
     };
     dot_even(0);
@@ -168,11 +159,6 @@ inline void amx_tile(const Packed& w, int tile, const uint8_t* codes, const uint
         default: amx_tile_of<Kind::Q8Offset>(w, tile, codes, group, out); break;
     }
 }
-
-#undef FS_TILE_LOAD
-#undef FS_TILE_STORE
-#undef FS_TILE_ZERO
-#undef FS_TILE_DOT
 
 }  // namespace fs::FS_ISA
 

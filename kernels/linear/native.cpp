@@ -304,7 +304,7 @@ inline void linear_tiles_plain(const Packed& a, const Packed* b, const Rows& x, 
     }
 }
 
-#if defined(__AMX_INT8__)
+#if defined(FS_AMX)
 constexpr int kMatrixRows = 12;  // fewer rows are faster on the vector unit
 
 // Tiles are unpacked a batch at a time and used for all groups of rows: what the second-level cache holds when there are many groups,
@@ -316,7 +316,7 @@ inline void linear_tiles_amx(const Packed& a, const Packed* b, const Rows& x, in
     const int batch = std::max(1, static_cast<int>(room / (size_a + size_b)));
     grow(scratch.codes, static_cast<size_t>(batch) * (size_a + size_b));
     F first[kGroup], second[kGroup];
-    amx_configure();
+    amx_configure_linear();
     for (int from = begin; from < end; from += batch) {
         const int to = std::min(from + batch, end);
         const auto codes = [&](int tile) { return scratch.codes.data() + static_cast<size_t>(tile - from) * (size_a + size_b); };
@@ -343,7 +343,7 @@ inline void linear_tiles_amx(const Packed& a, const Packed* b, const Rows& x, in
 
 template <class Sink>
 inline void linear_tiles(const Packed& a, const Packed* b, const Rows& x, int n, int begin, int end, LinearScratch& scratch, Sink&& sink) {
-#if defined(__AMX_INT8__)
+#if defined(FS_AMX)
     if (n >= kMatrixRows && is_quantised(a.kind) && (b == nullptr || is_quantised(b->kind))) {
         linear_tiles_amx(a, b, x, n, begin, end, scratch, sink);
         return;

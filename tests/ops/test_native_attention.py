@@ -17,6 +17,8 @@ from kernels.tree_attention.native import tree_attention  # noqa: E402
 
 # Both sides sum a few hundred float32 products of size about 1, in different orders.
 FLOAT32_ORDER = 3e-6
+# The matrix unit takes queries and weights in two bfloat16 parts, 16 bits together, when keys and values are bfloat16.
+TWO_PARTS = 1e-4
 
 
 def run(case: AttentionCase, threads: int = 2, isa: str | None = None) -> torch.Tensor:
@@ -66,11 +68,23 @@ def test_bits_depend_on_neither_threads_nor_instruction_set(dtype: torch.dtype, 
     first = run(case, threads=1)
     for threads in (2, 3):
         assert torch.equal(run(case, threads), first)
-    for isa in LIBRARY.isas:
+    vector = [isa for isa in LIBRARY.isas if isa != "amx" or dtype is torch.float32]
+    first = run(case, isa=vector[0])
+    for isa in vector:
         assert torch.equal(run(case, isa=isa), first), isa
 
 
-def bits_of_one_node(kv_len: int, page_size: int, kind: str, seed: int) -> torch.Tensor:
+@pytest.mark.parametrize("isa", LIBRARY.isas)
+@pytest.mark.parametrize("name", ODD_ROWS)
+@pytest.mark.parametrize(
+    ("head_dim", "page_size", "window"), [(64, 16, None), (32, 4, 17), (96, 32, None), (128, 16, 100), (80, 16, None)]
+)
+def test_bfloat16_stores(head_dim: int, page_size: int, window: int | None, name: str, isa: str) -> None:
+    case = make_case(ODD_ROWS[name], head_dim=head_dim, page_size=page_size, window=window, dtype=torch.bfloat16, q_heads=6)
+    torch.testing.assert_close(run(case, isa=isa), case.expected, atol=TWO_PARTS, rtol=TWO_PARTS)
+
+
+def bits_of_one_node(kv_len: int, page_size: int, kind: str, seed: int, dtype: torch.dtype) -> torch.Tensor:
     """The same query over the same kv_len + 4 keys by absolute position, laid out in another way each time."""
     g = torch.Generator().manual_seed(3)
     heads, dim, total = 2, 64, kv_len + 4
@@ -82,8 +96,8 @@ def bits_of_one_node(kv_len: int, page_size: int, kind: str, seed: int) -> torch
     committed = total - 1 if kind == "alone" else kv_len
     pages = torch.randperm(-(-(committed + nodes) // page_size) + 3, generator=place)
     count = -(-(committed + nodes) // page_size)
-    store_k = torch.randn(len(pages), heads, dim, page_size, generator=place)
-    store_v = torch.randn(len(pages), heads, page_size, dim, generator=place)
+    store_k = torch.randn(len(pages), heads, dim, page_size, generator=place).to(dtype)
+    store_v = torch.randn(len(pages), heads, page_size, dim, generator=place).to(dtype)
     for position in range(total):
         index = position
         if kind == "tree" and position >= kv_len:
@@ -101,12 +115,13 @@ def bits_of_one_node(kv_len: int, page_size: int, kind: str, seed: int) -> torch
     return tree_attention(queries, store_k, store_v, inputs, dim**-0.5, None, threads=2)[-1]
 
 
-@pytest.mark.parametrize("kv_len", [0, 1, 12, 13, 16, 125, 126, 250, 500])
-def test_only_absolute_positions_count(kv_len: int) -> None:
-    want = bits_of_one_node(kv_len, 16, "alone", 0)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kv_len", [0, 1, 12, 13, 16, 30, 31, 125, 126, 250, 500])
+def test_only_absolute_positions_count(kv_len: int, dtype: torch.dtype) -> None:
+    want = bits_of_one_node(kv_len, 16, "alone", 0, dtype)
     for page_size in (1, 4, 16, 32):
         for kind in ("alone", "chain", "tree"):
-            assert torch.equal(bits_of_one_node(kv_len, page_size, kind, page_size), want), (page_size, kind)
+            assert torch.equal(bits_of_one_node(kv_len, page_size, kind, page_size, dtype), want), (page_size, kind)
 
 
 def test_a_row_does_not_know_its_neighbours() -> None:
