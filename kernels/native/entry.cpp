@@ -43,7 +43,7 @@ bool has_avx512() {
 bool has_amx() {
 #if defined(__linux__)
     unsigned a, b, c, d;
-    constexpr unsigned kNeeded = 1u << 22 | 1u << 24 | 1u << 25;  // bf16, tiles, int8
+    constexpr unsigned kNeeded = 1u << 24 | 1u << 25;  // tiles, int8
     if (__get_cpuid_count(7, 0, &a, &b, &c, &d) == 0 || (d & kNeeded) != kNeeded) return false;
     constexpr long kRequestPermission = 0x1023, kTileData = 18;
     return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
@@ -56,7 +56,7 @@ bool has_amx() {
 bool supported(const char* name) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    if (std::strcmp(name, "amx") == 0) return has_avx512() && __builtin_cpu_supports("avx512bf16") && has_amx();
+    if (std::strcmp(name, "amx") == 0) return has_avx512() && has_amx();
     if (std::strcmp(name, "avx512") == 0) return has_avx512();
     if (std::strcmp(name, "avx2") == 0) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 #endif

@@ -10,6 +10,26 @@
 
 namespace fs::FS_ISA {
 
+constexpr int kTreeScores = kMaxTree + 16;
+
+struct AttentionScratch {
+    Buffer<float> scores;   // [queries][kChunk]
+    Buffer<float> tree;     // [queries][kTreeScores]
+    Buffer<float> partial;  // one chunk's result
+    Buffer<float> joined;   // the result so far
+    Buffer<float> keys;     // [kKeyTile][D][16] keys as float32
+    Buffer<float> values;   // [kChunk][D] values as float32
+
+    void reserve(int queries, int padded, int d) {
+        grow(scores, static_cast<size_t>(queries) * kChunk);
+        grow(tree, static_cast<size_t>(queries) * kTreeScores);
+        grow(partial, partial_floats(queries, padded));
+        grow(joined, partial_floats(queries, padded));
+        grow(keys, static_cast<size_t>(kKeyTile * d) * 16);
+        grow(values, static_cast<size_t>(kChunk * d));
+    }
+};
+
 // What a unit works on, apart from the unit itself.
 struct AttentionLayer {
     const fs_step* step;
@@ -46,42 +66,6 @@ struct HeadView {
     }
     const T* value(int index) const {
         return v + static_cast<size_t>(table[index / page_size]) * page_step + static_cast<size_t>(index % page_size) * static_cast<size_t>(d);
-    }
-};
-
-}  // namespace fs::FS_ISA
-
-#include "kernels/tree_attention/amx.h"
-#include "kernels/tree_attention/parts.h"
-
-namespace fs::FS_ISA {
-
-constexpr int kTreeScores = kMaxTree + 16;
-
-struct AttentionScratch {
-#if defined(FS_AMX)
-    MatrixScratch matrix;
-    PartsScratch parts;
-#endif
-    Buffer<float> scores;   // [queries][kChunk]
-    Buffer<float> tree;     // [queries][kTreeScores]
-    Buffer<float> partial;  // one chunk's result
-    Buffer<float> joined;   // the result so far
-    Buffer<float> keys;     // [kKeyTile][D][16] keys as float32
-    Buffer<float> values;   // [kChunk][D] values as float32
-
-    void reserve(int queries, int padded, int d) {
-        const auto rows = static_cast<size_t>((queries + 15) / 16 * 16);  // the matrix unit writes whole tiles
-        grow(scores, rows * kChunk);
-        grow(tree, rows * kTreeScores);
-        grow(partial, partial_floats(queries, padded));
-        grow(joined, partial_floats(queries, padded));
-        grow(keys, static_cast<size_t>(kKeyTile * d) * 16);
-        grow(values, static_cast<size_t>(kChunk * d));
-#if defined(FS_AMX)
-        matrix.reserve(queries, d);
-        parts.reserve(d);
-#endif
     }
 };
 
@@ -201,22 +185,6 @@ inline void spell_path(uint64_t word, int* path) {
     for (; word != 0; word &= word - 1) *path++ = __builtin_ctzll(word);
 }
 
-#if defined(FS_AMX)
-// Whether attention goes in bfloat16 parts, and whether so few queries are at hand that the vector unit is faster at it.
-inline bool in_parts(const AttentionLayer& a, const HeadView<uint16_t>& head) { return amx_fits(head.d, a.q_heads / a.store->kv_heads); }
-inline bool few_queries(const HeadView<uint16_t>& head, int queries) { return queries <= kFewQueries && head.page_size % 16 == 0; }
-
-inline void prepare_queries(const HeadView<uint16_t>& head, const float* const* q, int queries, AttentionScratch& scratch) {
-    if (few_queries(head, queries)) {
-        PartsScratch& s = scratch.parts;
-        for (int t = 0; t < queries; ++t) split_wide(q[t], head.d, s.query_high.data() + t * head.d, s.query_low.data() + t * head.d);
-        return;
-    }
-    split_queries(q, queries, head.d, scratch.matrix);
-    amx_configure_attention(std::min(16, queries));
-}
-#endif
-
 // Scores of all keys any node sees in the chunk, by position: scratch.scores[query][position - base].
 template <class T>
 void chunk_scores(const AttentionLayer& a, const HeadView<T>& head, const AttentionUnit& u, const Visible& seen, int base, AttentionScratch& scratch) {
@@ -228,31 +196,14 @@ void chunk_scores(const AttentionLayer& a, const HeadView<T>& head, const Attent
         for (int g = 0; g < per_group; ++g) q[i * per_group + g] = node + g * head.d;
     }
     float* scores = scratch.scores.data();
-    const int queries = nodes * per_group;
-    const auto range = [&](int begin, int end, float* out, size_t stride) {
-#if defined(FS_AMX)
-        if constexpr (sizeof(T) == 2) {
-            if (in_parts(a, head)) {
-                if (few_queries(head, queries)) return score_range_parts(head, queries, begin, end, out, static_cast<int>(stride), scratch.parts);
-                return score_range_amx(head, queries, begin, end, out, static_cast<int>(stride), scratch.matrix);
-            }
-        }
-#endif
-        score_range(head, q, queries, begin, end, out, stride, scratch.keys.data());
-    };
-#if defined(FS_AMX)
-    if constexpr (sizeof(T) == 2) {
-        if (in_parts(a, head)) prepare_queries(head, q, queries, scratch);
-    }
-#endif
     if (seen.dense_high > seen.dense_low) {
         const int begin = seen.dense_low / 16 * 16;
-        range(begin, seen.dense_high, scores + (begin - base), kChunk);
+        score_range(head, q, nodes * per_group, begin, seen.dense_high, scores + (begin - base), kChunk, scratch.keys.data());
     }
     if (!seen.tree) return;
     const int committed = step.kv_lens[u.row], tree_base = committed / 16 * 16;
     const int row_nodes = step.row_ptr[u.row + 1] - step.row_ptr[u.row];
-    range(tree_base, committed + row_nodes, scratch.tree.data(), kTreeScores);
+    score_range(head, q, nodes * per_group, tree_base, committed + row_nodes, scratch.tree.data(), kTreeScores, scratch.keys.data());
     int path[kMaxTree];
     for (int i = 0; i < nodes; ++i) {
         if (seen.high[i] <= seen.dense[i]) continue;
@@ -297,85 +248,6 @@ void chunk_values(const AttentionLayer& a, const HeadView<T>& head, const Attent
     }
 }
 
-#if defined(FS_AMX)
-// The same in bfloat16 parts, in blocks of 32 positions. In a tree, the blocks that hold a node's own path are its own.
-class ValuesInParts {
-  public:
-    ValuesInParts(const AttentionLayer& a, const HeadView<uint16_t>& head, const AttentionUnit& u, const Visible& seen, int base,
-                  AttentionScratch& scratch, const Partial& out)
-        : a_(a), head_(head), u_(u), seen_(seen), base_(base), scratch_(scratch), out_(out), per_group_(a.q_heads / a.store->kv_heads),
-          queries_((u.node_end - u.node_begin) * per_group_), few_(few_queries(head, queries_)) {}
-
-    void run() {
-        for (int t = 0; t < queries_; ++t) split_query_weights(t, seen_.low[t / per_group_] - base_, seen_.high[t / per_group_] - base_);
-        const bool causal = a_.step->causal[u_.row] != 0;
-        const int committed = a_.step->kv_lens[u_.row];
-        // Blocks that all nodes read by position: [first, shared).
-        const int first = seen_.dense_low / kPairBlock * kPairBlock, end = std::max(seen_.dense_high, first);
-        const int shared = causal ? end : std::max(std::min(end, committed / kPairBlock * kPairBlock), first);
-        const auto by_position = [&](int p) { return p >= seen_.dense_low && p < seen_.dense_high ? head_.value(p) : nullptr; };
-        accumulate(0, queries_, first, shared, by_position, true);
-        if (causal) return;
-        if (!few_) amx_configure_attention(per_group_);
-        int path[kMaxTree];
-        const int from = std::max(base_, committed / kPairBlock * kPairBlock);
-        for (int i = 0; i < u_.node_end - u_.node_begin; ++i) {
-            if (seen_.high[i] <= from) continue;
-            spell_path(static_cast<uint64_t>(a_.step->words[u_.node_begin + i]), path);
-            const auto own = [&](int p) -> const uint16_t* {
-                if (p < seen_.low[i] || p >= seen_.high[i]) return nullptr;
-                return head_.value(p < committed ? p : committed + path[p - committed]);
-            };
-            accumulate(i * per_group_, per_group_, from, seen_.high[i], own, false);
-        }
-    }
-
-  private:
-    void split_query_weights(int t, int low, int high) {
-        float* scores = scratch_.scores.data() + static_cast<size_t>(t) * kChunk;
-        if (!few_) {
-            split_weights(scores, low, high, scratch_.matrix.weight_high.data() + t * kChunk, scratch_.matrix.weight_low.data() + t * kChunk);
-            return;
-        }
-        for (int i = 0; i < kChunk; i += 16) {
-            if (high <= low || i < low / 16 * 16 || i >= high) store(scores + i, zero());
-        }
-        split_wide(scores, kChunk, scratch_.parts.weight_high.data() + t * kChunk, scratch_.parts.weight_low.data() + t * kChunk);
-    }
-
-    // sums of queries [first_query, + queries) += positions [begin, end), begin a multiple of 32; value(p) is null where there is no key.
-    template <class Value>
-    void accumulate(int first_query, int queries, int begin, int end, Value&& value, bool fresh) {
-        const int d = head_.d, blocks = std::max(0, (end - begin + kPairBlock - 1) / kPairBlock), at = blocks > 0 ? begin - base_ : 0;
-        const uint16_t* rows[kPairBlock];
-        MatrixScratch& m = scratch_.matrix;
-        for (int b = 0; b < blocks; ++b) {
-            for (int i = 0; i < kPairBlock; ++i) rows[i] = value(begin + b * kPairBlock + i);
-            if (few_) {
-                value_block_parts(first_query, queries, at + b * kPairBlock, rows, d, out_.sums, out_.padded, scratch_.parts);
-            } else {
-                pack_values(rows, d, m.values.data() + b * kPairBlock * d);
-            }
-        }
-        if (few_) return;
-        for (int t = first_query; t < first_query + queries; t += 16) {
-            value_blocks(m.weight_high.data() + t * kChunk + at, m.weight_low.data() + t * kChunk + at, m.values.data(), blocks, d,
-                         out_.sums + t * out_.padded, out_.padded, fresh);
-        }
-    }
-
-    const AttentionLayer& a_;
-    const HeadView<uint16_t>& head_;
-    const AttentionUnit& u_;
-    const Visible& seen_;
-    const int base_;
-    AttentionScratch& scratch_;
-    const Partial& out_;
-    const int per_group_, queries_;
-    const bool few_;
-};
-#endif
-
 // Asks for the first keys of a unit that this thread will take next.
 template <class T>
 void prefetch_unit(const AttentionLayer& a, const AttentionUnit& u) {
@@ -402,11 +274,6 @@ void attend_chunk(const AttentionLayer& a, const HeadView<T>& head, const Attent
         out.mass[t] = 0.0f;
         if (high > low) softmax_range(scratch.scores.data() + static_cast<size_t>(t) * kChunk, low - base, high - base, &out.top[t], &out.mass[t]);
     }
-#if defined(FS_AMX)
-    if constexpr (sizeof(T) == 2) {
-        if (in_parts(a, head)) return ValuesInParts(a, head, u, seen, base, scratch, out).run();
-    }
-#endif
     chunk_values(a, head, u, seen, base, scratch, out);
 }
 
@@ -456,9 +323,6 @@ void attend_unit_as(const AttentionLayer& a, int unit, int end, AttentionScratch
 
 // Units [begin, end) of the plan.
 inline void attend_units(const AttentionLayer& a, int begin, int end, AttentionScratch& scratch) {
-#if defined(FS_AMX)
-    const FlushSubnormals flush;
-#endif
     for (int unit = begin; unit < end; ++unit) {
         if (a.store->bf16 != 0) {
             attend_unit_as<uint16_t>(a, unit, end, scratch);
@@ -466,9 +330,6 @@ inline void attend_units(const AttentionLayer& a, int begin, int end, AttentionS
             attend_unit_as<float>(a, unit, end, scratch);
         }
     }
-#if defined(FS_AMX)
-    if (a.store->bf16 != 0) amx_release();
-#endif
 }
 
 }  // namespace fs::FS_ISA

@@ -56,7 +56,7 @@ inline int keys_seen(const fs_step& step, int row, int node) {
 }
 
 // Floats of one chunk's result for some queries; see Partial in tiles.h.
-inline size_t partial_floats(int queries, int padded) { return static_cast<size_t>((queries + 15) / 16 * 16) * static_cast<size_t>(padded + 2); }
+inline size_t partial_floats(int queries, int padded) { return static_cast<size_t>(queries * padded + 2 * ((queries + 15) / 16 * 16)); }
 
 inline int first_key(int seen, int window) { return window > 0 && seen > window ? seen - window : 0; }
 

@@ -199,7 +199,7 @@ inline void value_runs(const float* w, size_t w_stride, int queries, const Run<T
     }
 }
 
-// One chunk's result for some queries, their number rounded up to 16: sums [queries][padded], then maxima and masses.
+// One chunk's result for some queries: sums [queries][padded], then [queries] maxima and [queries] masses, padded to 16.
 struct Partial {
     float* sums;
     float* top;
@@ -207,7 +207,7 @@ struct Partial {
     int padded;
 
     Partial(float* base, int queries, int padded_)
-        : sums(base), top(base + (queries + 15) / 16 * 16 * padded_), mass(top + (queries + 15) / 16 * 16), padded(padded_) {}
+        : sums(base), top(base + queries * padded_), mass(top + (queries + 15) / 16 * 16), padded(padded_) {}
 };
 
 // joined = joined and next, online softmax (Milakov & Gimelshein 2018). A side without keys has mass 0 and changes nothing.

@@ -3,7 +3,7 @@
 // Own statements instead of the compiler's intrinsics, which do not tell it that memory is read.
 #pragma once
 
-#if defined(__AMX_INT8__) && defined(__AMX_BF16__)
+#if defined(__AMX_INT8__)
 #define FS_AMX 1
 
 #include <cstddef>
