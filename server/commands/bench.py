@@ -82,7 +82,7 @@ def run(
     best |= {
         "drafters": settings.drafters, "prompts": len(requests), "max_tokens": max_tokens, "temperature": temperature,
         "backend": parts.backend.name, "threads": settings.threads, "repeats": repeats, "commit": _commit(), "argv": sys.argv[1:],
-        "versions": {"python": sys.version.split()[0], "torch": torch.__version__},
+        "versions": {"python": sys.version.split()[0], "torch": str(torch.__version__)},
     }  # fmt: skip
     print(msgspec.json.encode(best).decode())
     return 0

@@ -1,0 +1,105 @@
+"""The local commands end to end on a tiny checkpoint: what they print, what they count, how they exit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import write_rand_checkpoint
+from typer.testing import CliRunner
+
+from server.cli import app
+from spec.errors import ForespeakError
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_rand_checkpoint(tmp_path_factory.mktemp("model") / "rand")
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    lines = [
+        {"prompt": "aaaa aaaa aaaa aaaa"},
+        {"messages": [{"role": "user", "content": "hello"}]},
+        {"question_id": 7, "category": "qa", "turns": ["one two one two", "three"]},
+    ]
+    path.write_text("\n".join(json.dumps(line) for line in lines))
+    return path
+
+
+def run(tmp_path: Path, model: Path, command: str, *arguments: object) -> Any:
+    sizes = ["--backend", "reference", "--kv-memory", "8MiB", "--cache-dir", str(tmp_path / "cache")]
+    return CliRunner().invoke(app, [command, str(model), *map(str, arguments), *sizes])
+
+
+def test_generate_gives_the_same_tokens_with_and_without_drafts(tmp_path: Path, model: Path, prompts: Path) -> None:
+    lines = {}
+    for drafters in ("none", "suffix"):
+        result = run(
+            tmp_path,
+            model,
+            "generate",
+            "--prompts",
+            prompts,
+            "--max-tokens",
+            24,
+            "--drafters",
+            drafters,
+            "--tree-shape",
+            "chain:4",
+            "--json",
+        )
+        assert result.exit_code == 0, result.output
+        lines[drafters] = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+    plain, drafted = lines["none"], lines["suffix"]
+    assert [line["token_ids"] for line in plain] == [line["token_ids"] for line in drafted]
+    assert [line["id"] for line in plain] == ["1", "2", "7"]
+    assert sum(line["speculation"]["drafted"] for line in drafted) > 0
+    assert all(line["usage"]["completion_tokens"] == len(line["token_ids"]) for line in drafted)
+
+
+def test_verify_compares_and_exits_0(tmp_path: Path, model: Path, prompts: Path) -> None:
+    result = run(tmp_path, model, "verify", "--prompts", prompts, "--max-tokens", 12, "--drafters", f"suffix,model:{model}")
+    assert result.exit_code == 0, result.output
+    assert "identical: 9 combinations x 3 prompts" in result.stdout
+
+
+def test_bench_ends_with_one_json_line(tmp_path: Path, model: Path, prompts: Path) -> None:
+    result = run(
+        tmp_path, model, "bench", "--prompts", prompts, "--max-tokens", 12, "--drafters", "suffix", "--concurrency", "1,2"
+    )
+    assert result.exit_code == 0, result.output
+    figures = json.loads(result.stdout.strip().splitlines()[-1])
+    wanted = {
+        "decode_tokens_per_second",
+        "tokens_per_second",
+        "ttft_ms_p50",
+        "acceptance_length",
+        "acceptance_per_position",
+        "by_category",
+        "speedup_over_plain",
+    }
+    assert wanted <= figures.keys()
+    assert figures["identical_to_plain"] is True
+    assert set(figures["by_category"]) == {"all", "qa"}
+    assert set(figures["by_concurrency"]) == {"1", "2"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["generate"], "give either --prompt TEXT or --prompts FILE"),
+        (["generate", "--prompt", "x", "--drafters", "nonsense"], "unknown drafter 'nonsense'"),
+        (["generate", "--prompt", "x", "--tree-shape", "round"], "tree shape 'round' is unknown"),
+        (["verify", "--prompts", "missing.jsonl"], "cannot read the prompt file missing.jsonl"),
+    ],
+)
+def test_bad_usage_is_one_clear_error(tmp_path: Path, model: Path, arguments: list[str], said: str) -> None:
+    result = run(tmp_path, model, *arguments)
+    assert result.exit_code != 0
+    assert isinstance(result.exception, ForespeakError)  # main() prints it as one line and exits 2
+    assert said in str(result.exception)
