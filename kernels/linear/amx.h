@@ -79,7 +79,7 @@ inline void amx_float_part(const uint8_t* scale, const uint8_t* minimum, const u
     }
 }
 
-// One tile of outputs by one whole group of 16 rows. The matrix unit works one block ahead of the float part. `codes` is the tile as
+// One tile of outputs by one group of 16 rows (rows that are not there are zeros). The matrix unit works one block ahead of the float part. `codes` is the tile as
 // unpack_tile left it. (Unpacking each block right before its product costs 20 ns more a block: the unit then waits for the stores.)
 template <Kind K, bool Wide>
 void amx_tile_as(const uint8_t* w, const uint8_t* codes, int pairs, const uint8_t* group, size_t part, F* out) {

@@ -231,7 +231,7 @@ template <Kind K>
 void tile_any(const Packed& w, int tile, const Rows& x, int row, int rows, F* acc) {
     while (rows > 0) {
         int step;
-        if (rows >= kRowTileWide) {
+        if (rows >= kRowTileWide && !w.wide) {  // wide rows need twice the registers
             tile_rows<K, kRowTileWide>(w, tile, x, row, acc);
             step = kRowTileWide;
         } else if (rows >= kRowTile) {
@@ -305,7 +305,8 @@ inline void linear_tiles_plain(const Packed& a, const Packed* b, const Rows& x, 
 }
 
 #if defined(FS_AMX)
-constexpr int kMatrixRows = 12;  // fewer rows are faster on the vector unit
+constexpr int kMatrixRows = 16;  // fewer rows are faster on the vector unit,
+constexpr int kMatrixTail = 12;  // and so are fewer rows in the last group
 
 // Tiles are unpacked a batch at a time and used for all groups of rows: what the second-level cache holds when there are many groups,
 // what the first holds when there are one or two.
@@ -314,6 +315,7 @@ inline void linear_tiles_amx(const Packed& a, const Packed* b, const Rows& x, in
     const size_t size_a = unpacked_bytes(a), size_b = b != nullptr ? unpacked_bytes(*b) : 0;
     const size_t room = size_t{n > 2 * kGroup ? 256u : 20u} << 10;
     const int batch = std::max(1, static_cast<int>(room / (size_a + size_b)));
+    const int whole = n % kGroup >= kMatrixTail ? n : n / kGroup * kGroup;  // rows for the matrix unit
     grow(scratch.codes, static_cast<size_t>(batch) * (size_a + size_b));
     F first[kGroup], second[kGroup];
     amx_configure_linear();
@@ -324,20 +326,25 @@ inline void linear_tiles_amx(const Packed& a, const Packed* b, const Rows& x, in
             unpack_tile(a, tile, codes(tile));
             if (b != nullptr) unpack_tile(*b, tile, codes(tile) + size_a);
         }
-        for (int row = 0; row < n; row += kGroup) {
+        for (int row = 0; row < whole; row += kGroup) {
+            const int rows = std::min(kGroup, n - row);
             const uint8_t* group = x.quantised + x.group_bytes * static_cast<size_t>(row / kGroup);
             for (int tile = from; tile < to; ++tile) {
                 amx_tile(a, tile, codes(tile), group, first);
-                add_bias(a, tile, kGroup, first);
+                add_bias(a, tile, rows, first);
                 if (b != nullptr) {
                     amx_tile(*b, tile, codes(tile) + size_a, group, second);
-                    add_bias(*b, tile, kGroup, second);
+                    add_bias(*b, tile, rows, second);
                 }
-                sink(tile, row, std::min(kGroup, n - row), first, second);
+                sink(tile, row, rows, first, second);
             }
         }
     }
     amx_release();
+    if (whole == n) return;
+    Rows rest = x;
+    rest.quantised += x.group_bytes * static_cast<size_t>(whole / kGroup);
+    linear_tiles_plain(a, b, rest, n - whole, begin, end, [&](int tile, int row, int rows, F* u, F* v) { sink(tile, whole + row, rows, u, v); });
 }
 #endif
 
