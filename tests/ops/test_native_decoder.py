@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -148,6 +149,15 @@ def test_input_out_of_bounds_is_refused() -> None:
     with pytest.raises(NativeError, match="shape"):
         decoder.forward(step_inputs([Row([1], [0])], 16), new_store(rand_weights(layers=2)[0], 2), False)
     assert swapped(decoder).shape is shape
+
+
+def test_two_callers_share_one_team() -> None:
+    """Two Python threads, each with a decoder of its own, on the same threads: passes take turns, bits stay."""
+    decoders = [NativeDecoder(*rand_weights(seed), 3) for seed in (11, 12)]
+    want = [greedy(d, [1, 2, 3], 20) for d in decoders]
+    with ThreadPoolExecutor(2) as pool:
+        got = [pool.submit(greedy, d, [1, 2, 3], 20) for d in decoders]
+    assert [g.result() for g in got] == want
 
 
 def test_a_forked_child_computes_with_threads_of_its_own() -> None:
