@@ -17,12 +17,16 @@ import torch
 
 import kernels
 from drafters import registry
+from drafters.draws import TopShares
+from drafters.layer_models import LayerModel, quantised
+from drafters.model import DraftDecoder
 from kernels import native
 from kernels.batch import KVTensors
-from kernels.decoder import Decoder, DecoderShape
+from kernels.decoder import DecoderShape, DecoderWeights, HostDecoder
 from kernels.decoder.reference import ReferenceDecoder
 from kernels.kv_slots import reference as slots_reference
 from kernels.sample import reference as sample_reference
+from kernels.top_shares import reference as top_shares_reference
 from server.models import resolve
 from server.settings import Settings
 from server.tokenizer import Tokenizer, load_tokenizer
@@ -38,6 +42,9 @@ from spec.sampling import SampleOps
 from spec.speculator import Speculator
 from spec.store import Move
 from spec.target import TargetModel
+
+# Bits a weight of trained drafters on the CPU: of their layers, and of their vocabulary matrix.
+DRAFT_BITS, DRAFT_HEAD_BITS = 8, 8
 
 _KV_TYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -68,7 +75,7 @@ class Parts:
     settings: Settings
     model: LoadedModel
     tokenizer: Tokenizer
-    decoder: Decoder
+    decoder: HostDecoder
     backend: Backend
     cache: Path
     eos_ids: tuple[int, ...]
@@ -97,14 +104,20 @@ def load_parts(settings: Settings) -> Parts:
     return Parts(settings, model, tokenizer, backend.make(model), backend, cache, eos_ids, grammars)
 
 
+def _as_stored(weights: DecoderWeights) -> DecoderWeights:
+    return weights
+
+
 @dataclass(frozen=True, slots=True)
 class Backend:
     """One family of kernels: how a decoder is made from weights, and the ops the engine calls itself."""
 
     name: str
-    make: Callable[[LoadedModel], Decoder]
+    make: Callable[[LoadedModel], HostDecoder]
     ops: SampleOps
     move: Move
+    draft_weights: Callable[[DecoderWeights], DecoderWeights] = _as_stored  # the form in which drafters' own matrices are kept
+    top: TopShares = top_shares_reference.top_shares
 
 
 def choose_backend(settings: Settings, cache: Path) -> Backend:
@@ -128,6 +141,7 @@ def _native(settings: Settings, cache: Path) -> Backend:
     from kernels.decoder.native import NativeDecoder
     from kernels.kv_slots import native as slots
     from kernels.sample.native import NativeSample
+    from kernels.top_shares.native import NativeTopShares
 
     if native.load() is None:
         raise ConfigError("the native kernels are not built (no C++ compiler was found); use --backend reference")
@@ -138,6 +152,8 @@ def _native(settings: Settings, cache: Path) -> Backend:
         lambda model: NativeDecoder(model.shape, model.weights, threads, cache_dir=cache / "packed"),
         NativeSample(threads),
         slots.move,
+        lambda weights: quantised(weights, bits=DRAFT_BITS, head_bits=DRAFT_HEAD_BITS),
+        NativeTopShares(threads),
     )
 
 
@@ -222,7 +238,19 @@ def _drafting_target(parts: Parts) -> registry.Target:
             )
         return load_model(path, weights=parts.settings.weights).trimmed(parts.tokenizer.vocab_size)
 
-    return registry.Target(parts.model.name, parts.model.shape, parts.model.weights, load, parts.backend.make)
+    def make_beside(model: LayerModel) -> DraftDecoder:
+        return parts.decoder.beside(model.shape, parts.backend.draft_weights(model.weights))
+
+    return registry.Target(
+        name=parts.model.name,
+        shape=parts.model.shape,
+        weights=parts.model.weights,
+        load=load,
+        make_decoder=parts.backend.make,
+        make_beside=make_beside,
+        top=parts.backend.top,
+        device=parts.settings.device,
+    )
 
 
 def shipped_drafters(model_name: str) -> list[str]:
