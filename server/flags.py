@@ -36,6 +36,7 @@ _FLAGS: dict[str, Any] = {
     "metrics_prefix": _flag(str, "first part of every metric's name", panel="Server"),
     "log_json": _flag(bool, "log one JSON object a line", panel="Server"),
     "log_prompts": _flag(bool, "let prompts and answers into the log", panel="Server"),
+    "otlp_endpoint": _flag(str, "send OpenTelemetry spans here, for example http://127.0.0.1:4318/v1/traces", panel="Server"),
     "device": _flag(str, "cpu or cuda"),
     "backend": _flag(str, "auto, native, reference or triton"),
     "weights": _flag(str, "native (as stored), float32 or bfloat16"),
@@ -64,7 +65,7 @@ ENGINE = (
 )  # fmt: skip
 SERVER = (
     "host", "port", "api_key_file", "allowed_origins", "drain_seconds", "metrics_prefix", "log_json", "log_prompts",
-    "max_sequences", "seed",
+    "otlp_endpoint", "max_sequences", "seed",
 )  # fmt: skip
 
 
