@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from server.commands.train_flags import app as train
 from server.flags import ENGINE, SERVER, takes
 from server.settings import Settings
 from spec.errors import ForespeakError
@@ -19,6 +20,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="A streaming chat server whose every step is a speculation: same text, fewer passes of the model.",
 )
+
+app.add_typer(train, name="train")
 
 # Flags of more than one command that are no settings; those that are stand in `server.flags`.
 Prompts = Annotated[Path | None, typer.Option("--prompts", help="prompt file, one JSON object a line")]
