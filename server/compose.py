@@ -9,9 +9,10 @@ import importlib.metadata
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -288,3 +289,45 @@ def build_engine(settings: Settings) -> tuple[Engine, Ready]:
         load_seconds=time.perf_counter() - start,
     )
     return engine, ready
+
+
+def train_drafter(
+    settings: Settings,
+    flags: Mapping[str, Any],
+    speak: Callable[[Tokenizer], Any],
+    always: Callable[[Tokenizer], Sequence[int]],
+    on_progress: Callable[[str, float, Mapping[str, float]], None],
+    stop: Callable[[], bool],
+    restart: bool,
+) -> tuple[bool, dict[str, Any]]:
+    """Write answers and train; see `drafters.training`. (whether the budget was used up, facts of the result)
+
+    `flags` are the fields of its Order. `speak` brings the chat format, `always` the tokens every drafter can say.
+    """
+    from drafters.training import run  # not loaded by a server
+    from drafters.training.order import Places, parse_order
+
+    order = parse_order(flags)
+    parts = load_parts(settings)
+    target = run.Target(
+        model=parts.model,
+        decoder=parts.decoder,
+        make_engine=lambda: make_engine(parts, "none"),
+        speaker=lambda: speak(parts.tokenizer),
+        kv_dtype=parts.kv_dtype,
+        device=settings.device,
+        always=always(parts.tokenizer),
+    )
+    if not run.write(target, order, on_progress, stop):
+        return False, {"answers": str(Places(order).answers)}
+    torch.set_num_threads(_threads(settings))  # the rest is torch's own work
+    outcome = run.train(target, order, on_progress, stop, restart)
+    facts = {"out": order.out, "steps": outcome.steps, "bytes": outcome.size, "held_out": outcome.figures}
+    return outcome.finished, facts
+
+
+def training_report(log: Path, benches: Sequence[Path]) -> tuple[str, str]:
+    """The curves (SVG) and the card (Markdown) of a training log, with what `forespeak bench` measured since."""
+    from drafters.training.report import report
+
+    return report(log, benches)
