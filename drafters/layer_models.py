@@ -1,32 +1,23 @@
-"""Trained drafters that are decoders: what their files hold. Knows names and sizes; refuses to know trees, stores and prices.
-Runtime only; nothing here trains.
+"""A trained attention head: what its file holds, as the weights of a decoder. Knows names and sizes; refuses to know trees, stores and
+prices. Runtime only; nothing here trains.
 
-Both kinds are safetensors files with floats in float32, float16 or bfloat16. H is the target's hidden size, K the size of a trimmed
-vocabulary; matrices are [out, in]; rotation pairs channel i of a head with i + head_dim / 2. Both read token rows from the target's own
-embedding. Metadata common to both: "format", "q_heads", "kv_heads", "head_dim", optional "norm_eps" (1e-5), "target" (a name) and
-"rope_theta" (without it the target's own rotary tables are used, and then head_dim must be the target's).
-
-Attention head (EAGLE, Li et al. 2024; "format": "forespeak.heads/2")
+A safetensors file with floats in float32, float16 or bfloat16. H is the target's hidden size, K the size of a trimmed vocabulary;
+matrices are [out, in]; rotation pairs channel i of a head with i + head_dim / 2. Token rows come from the target's own embedding.
+Metadata: "format": "forespeak.heads/2", "q_heads", "kv_heads", "head_dim", optional "norm_eps" (1e-5), "target" (a name) and "rope_theta"
+(without it the target's own rotary tables are used, and then head_dim must be the target's).
 
     feature_norm [H]   token_norm [H]   fc [H, 2H]
     attn_norm [H]      q [q_heads * head_dim, H]   k, v [kv_heads * head_dim, H]   o [H, q_heads * head_dim]
     mlp_norm [H]       gate, up [W, H]   down [H, W]
     output_norm [H]    output [K, H]     token_ids [K] int32 or int64, distinct
 
-    Position j consumes its token x and the feature f of the position before: the target's hidden state there (after the target's final
-    norm), the head's own g where the position before is drafted, zeros where it is not known.
+Position j consumes its token x and the feature f of the position before: the target's hidden state there (after the target's final
+norm), the head's own g where the position before is drafted, zeros where it is not known (EAGLE, Li et al. 2024).
 
-        x = fc [ rms(f) * feature_norm ; rms(embedding of the token) * token_norm ]      rms(v) = v / sqrt(mean(v^2) + eps)
-        x = x + o attention(rms(x) * attn_norm), over the head's own keys of positions 0 .. j
-        x = x + down (silu(gate h) * (up h)),  h = rms(x) * mlp_norm
-        g = rms(x) * output_norm               scores of the tokens token_ids at position j + 1 = output g
-
-Student (a small LM with the target's hidden size; "format": "forespeak.student/1"; metadata "layers" too)
-
-    layers.{i}.attn_norm, .q, .k, .v, .o, .mlp_norm, .gate, .up, .down      as above, i = 0 .. layers - 1
-    output_norm [H]
-    token_ids [K]      optional: without it the whole vocabulary is scored
-    output [K, H]      optional: without it the rows token_ids of the target's own vocabulary matrix score
+    x = fc [ rms(f) * feature_norm ; rms(embedding of the token) * token_norm ]      rms(v) = v / sqrt(mean(v^2) + eps)
+    x = x + o attention(rms(x) * attn_norm), over the head's own keys of positions 0 .. j
+    x = x + down (silu(gate h) * (up h)),  h = rms(x) * mlp_norm
+    g = rms(x) * output_norm               scores of the tokens token_ids at position j + 1 = output g
 """
 
 from __future__ import annotations
@@ -43,7 +34,6 @@ from kernels.linear import BLOCK, BlockWeight, DenseWeight, Weight
 from spec.models.blocks import quantise
 
 HEADS_FORMAT = "forespeak.heads/2"
-STUDENT_FORMAT = "forespeak.student/1"
 DEFAULT_EPS = 1e-5
 
 
@@ -60,7 +50,6 @@ class Target(Protocol):
 class LayerModel:
     """A trained drafter ready for a decoder. `shape.vocab_size` counts the score columns."""
 
-    name: str
     shape: DecoderShape
     weights: DecoderWeights
     token_ids: tuple[int, ...] | None  # the target's token of each score column; None = column i is token i
@@ -70,40 +59,49 @@ def load_attention_head(file: TensorFile, target: Target) -> LayerModel:
     """Raises ModelFileError naming the file, the tensor and both sizes where one does not fit the target."""
     hidden = target.shape.hidden
     token_ids = file.token_ids(target.shape.vocab_size)
+    shape = _shape(file, target, file.rows("gate"), len(token_ids))
     fusion = Fusion(
         feature_norm=file.vector("feature_norm", hidden),
         token_norm=file.vector("token_norm", hidden),
         weight=DenseWeight(file.take("fc", (hidden, 2 * hidden))),
     )
-    shape = _shape(file, target, layers=1, intermediate=file.rows("gate"), columns=len(token_ids))
-    weights = _weights(file, target, shape, [""], DenseWeight(file.take("output", (len(token_ids), hidden))))
-    return LayerModel(file.path.name, shape, dataclasses.replace(weights, fusion=fusion), tuple(token_ids))
+    cos, sin = _rotary(file, target, shape)
+    weights = DecoderWeights(
+        embedding=target.weights.embedding,
+        layers=(layer_of(file, "", shape),),
+        final_norm=file.vector("output_norm", hidden),
+        lm_head=DenseWeight(file.take("output", (len(token_ids), hidden))),
+        rope_cos=cos,
+        rope_sin=sin,
+        fusion=fusion,
+    )
+    return LayerModel(shape, weights, tuple(token_ids))
 
 
-def load_student(file: TensorFile, target: Target) -> LayerModel:
-    """Raises ModelFileError as above."""
-    if file.format != STUDENT_FORMAT:
-        file.refuse(f"metadata format is {file.format!r}; {STUDENT_FORMAT!r} was expected")
-    hidden, layers = target.shape.hidden, file.count("layers")
-    names = [f"layers.{i}." for i in range(layers)]
-    token_ids = tuple(file.token_ids(target.shape.vocab_size)) if "token_ids" in file.tensors else None
-    columns = target.shape.vocab_size if token_ids is None else len(token_ids)
-    head: Weight
-    if "output" in file.tensors:
-        head = DenseWeight(file.take("output", (columns, hidden)))
-    else:
-        head = target.weights.lm_head if token_ids is None else select_rows(target.weights.lm_head, token_ids)
-    shape = _shape(file, target, layers=layers, intermediate=file.rows(f"{names[0]}gate"), columns=columns)
-    return LayerModel(file.path.name, shape, _weights(file, target, shape, names, head), token_ids)
+def layer_of(file: TensorFile, prefix: str, shape: DecoderShape) -> LayerWeights:
+    """One decoder layer; biases (`q_bias`, ...) and norms of heads (`q_norm`, `k_norm`) where the file has them."""
+    hidden, width = shape.hidden, shape.intermediate
+    q_rows, kv_rows = shape.q_heads * shape.head_dim, shape.kv_heads * shape.head_dim
 
+    def optional(name: str, size: int) -> torch.Tensor | None:
+        return file.vector(prefix + name, size) if prefix + name in file.tensors else None
 
-def select_rows(weight: Weight, rows: tuple[int, ...]) -> Weight:
-    """Those outputs of a matrix, in its own form (a copy)."""
-    at = torch.tensor(rows, dtype=torch.int64)
-    bias = None if weight.bias is None else weight.bias[at]
-    if isinstance(weight, DenseWeight):
-        return DenseWeight(weight.values[at], bias)
-    return dataclasses.replace(weight, codes=weight.codes[at], scale=weight.scale[at], minimum=weight.minimum[at], bias=bias)
+    def matrix(name: str, rows: int, columns: int) -> Weight:
+        return DenseWeight(file.take(prefix + name, (rows, columns)), optional(f"{name}_bias", rows))
+
+    return LayerWeights(
+        attention_norm=file.vector(f"{prefix}attn_norm", hidden),
+        q=matrix("q", q_rows, hidden),
+        k=matrix("k", kv_rows, hidden),
+        v=matrix("v", kv_rows, hidden),
+        o=matrix("o", hidden, q_rows),
+        mlp_norm=file.vector(f"{prefix}mlp_norm", hidden),
+        gate=matrix("gate", width, hidden),
+        up=matrix("up", width, hidden),
+        down=matrix("down", hidden, width),
+        q_norm=optional("q_norm", shape.head_dim),
+        k_norm=optional("k_norm", shape.head_dim),
+    )
 
 
 def quantised(weights: DecoderWeights, bits: int, head_bits: int) -> DecoderWeights:
@@ -127,7 +125,7 @@ def quantised(weights: DecoderWeights, bits: int, head_bits: int) -> DecoderWeig
     )
 
 
-def _shape(file: TensorFile, target: Target, *, layers: int, intermediate: int, columns: int) -> DecoderShape:
+def _shape(file: TensorFile, target: Target, intermediate: int, columns: int) -> DecoderShape:
     head_dim, theirs = file.count("head_dim"), target.shape
     q_heads, kv_heads = file.count("q_heads"), file.count("kv_heads")
     if q_heads % kv_heads or head_dim % 2:
@@ -135,7 +133,7 @@ def _shape(file: TensorFile, target: Target, *, layers: int, intermediate: int, 
     if "rope_theta" not in file.metadata and head_dim != theirs.head_dim:
         file.refuse(f"metadata rope_theta is missing, and head_dim is {head_dim} where the target's is {theirs.head_dim}")
     return DecoderShape(
-        layers=layers,
+        layers=1,
         hidden=theirs.hidden,
         intermediate=intermediate,
         q_heads=q_heads,
@@ -148,18 +146,6 @@ def _shape(file: TensorFile, target: Target, *, layers: int, intermediate: int, 
     )
 
 
-def _weights(file: TensorFile, target: Target, shape: DecoderShape, names: list[str], head: Weight) -> DecoderWeights:
-    cos, sin = _rotary(file, target, shape)
-    return DecoderWeights(
-        embedding=target.weights.embedding,
-        layers=tuple(_layer(file, name, shape) for name in names),
-        final_norm=file.vector("output_norm", shape.hidden),
-        lm_head=head,
-        rope_cos=cos,
-        rope_sin=sin,
-    )
-
-
 def _rotary(file: TensorFile, target: Target, shape: DecoderShape) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin, each [max_position, head_dim / 2] float32 (Su et al. 2021)."""
     if "rope_theta" not in file.metadata:
@@ -169,23 +155,3 @@ def _rotary(file: TensorFile, target: Target, shape: DecoderShape) -> tuple[torc
     frequencies = 1.0 / file.number("rope_theta") ** powers
     angles = torch.arange(shape.max_position, dtype=torch.float32, device=device)[:, None] * frequencies
     return angles.cos(), angles.sin()
-
-
-def _layer(file: TensorFile, name: str, shape: DecoderShape) -> LayerWeights:
-    hidden, width = shape.hidden, shape.intermediate
-    q_rows, kv_rows = shape.q_heads * shape.head_dim, shape.kv_heads * shape.head_dim
-
-    def matrix(own: str, rows: int, columns: int) -> Weight:
-        return DenseWeight(file.take(f"{name}{own}", (rows, columns)))
-
-    return LayerWeights(
-        attention_norm=file.vector(f"{name}attn_norm", hidden),
-        q=matrix("q", q_rows, hidden),
-        k=matrix("k", kv_rows, hidden),
-        v=matrix("v", kv_rows, hidden),
-        o=matrix("o", hidden, q_rows),
-        mlp_norm=file.vector(f"{name}mlp_norm", hidden),
-        gate=matrix("gate", width, hidden),
-        up=matrix("up", width, hidden),
-        down=matrix("down", hidden, width),
-    )

@@ -16,9 +16,10 @@ import torch
 from drafters.draws import TopShares
 from drafters.grammar import GrammarDrafter
 from drafters.heads import HeadsDrafter
-from drafters.layer_models import HEADS_FORMAT, LayerModel, load_attention_head, load_student
+from drafters.layer_models import HEADS_FORMAT, LayerModel, load_attention_head
 from drafters.model import DraftDecoder, ModelDrafter
 from drafters.node_inputs import NodeInputs, TargetStates, TokensOnly
+from drafters.student_file import load_student
 from drafters.suffix import SuffixDrafter
 from drafters.tensor_file import TensorFile
 from kernels.batch import KVTensors
