@@ -34,8 +34,8 @@ Progress = Callable[[str, float, Mapping[str, float]], None]
 
 def make_optimiser(network: nn.Module, order: Order) -> torch.optim.AdamW:
     """Adam with decoupled decay (Loshchilov and Hutter 2019), of matrices only."""
-    matrices = [p for p in network.parameters() if p.dim() > 1]
-    vectors = [p for p in network.parameters() if p.dim() == 1]
+    trained = [p for p in network.parameters() if p.requires_grad]
+    matrices, vectors = [p for p in trained if p.dim() > 1], [p for p in trained if p.dim() == 1]
     groups = [{"params": matrices, "weight_decay": order.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=order.learning_rate, betas=_BETAS)
 

@@ -37,15 +37,16 @@ class SoftCrossEntropy(torch.autograd.Function):
             total += (mass.log() * p.float().sum(-1, keepdim=True)).sum().double()
             error = scores.div_(mass).sub_(p).to(aim.dtype)
             grad_x[start : start + _ROWS] = error @ low_w
-            grad_w += error.T @ rows
+            if ctx.needs_input_grad[1]:
+                grad_w += error.T @ rows
         count = max(len(x), 1)
         ctx.save_for_backward(grad_x.float() / count, grad_w / count)
         return (total / count).float()
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
         grad_x, grad_w = ctx.saved_tensors
-        return grad_x * grad_outputs[0], grad_w * grad_outputs[0], None
+        return grad_x * grad_outputs[0], grad_w * grad_outputs[0] if ctx.needs_input_grad[1] else None, None
 
 
 def loss_of(

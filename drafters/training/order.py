@@ -19,6 +19,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     # what is built
     kind: Literal["attention", "recurrent"] = "attention"  # heads only
     layers: int = 2  # student only: layers taken from the target
+    share_output: bool = False  # student only: score with the target's own vocabulary rows, which saves a third of the file
     width: int = 0  # inner width of the MLP, 0 = the target's own (recurrent: twice the hidden size)
     vocabulary: int = 0  # tokens the drafter can say, 0 = as many as `coverage` needs
     coverage: float = 0.975  # share of the answers' tokens that the vocabulary must hold

@@ -109,8 +109,9 @@ def _finish(
 ) -> Outcome:
     """Weights first, then figures, curves and the card."""
     size = write_weights(places.out, network, frequent.token_ids, target.model.name)  # type: ignore[arg-type]
-    on_progress("judging", 0.0, {})
-    loop.evaluate()
+    if finished:
+        on_progress("judging", 0.0, {})
+        loop.evaluate()
     facts = facts_of(target, order, corpus, frequent, network, loop.position)
     losses = [line["loss"] for line in read_journal(places.log) if "loss" in line]
     loop.journal.write(facts=facts | ({"loss": losses[-1]} if losses else {}))
@@ -133,7 +134,7 @@ def build(order: Order, teacher: Teacher) -> nn.Module:
     generator = torch.Generator().manual_seed(seed_of(order.seed, 0, "weights"))
     network: nn.Module
     if order.what == "student":
-        network = Student(teacher, order.layers)
+        network = Student(teacher, order.layers, order.share_output)
     elif order.kind == "attention":
         network = AttentionHead(teacher, order.width, generator)
     else:
@@ -156,7 +157,7 @@ def facts_of(
         "target": target.model.name,
         "date": datetime.date.today().isoformat(),
         "architecture": kind,
-        "parameters": sum(p.numel() for p in network.parameters()),
+        "parameters": sum(p.numel() for p in network.parameters() if p.requires_grad),
         "vocabulary": len(frequent.token_ids),
         "coverage": round(frequent.coverage, 4),
         "data": f"answers {written}",

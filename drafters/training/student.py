@@ -76,14 +76,15 @@ class Layer(nn.Module):
 
 
 class Student(nn.Module):
-    def __init__(self, teacher: Teacher, layers: int) -> None:
+    def __init__(self, teacher: Teacher, layers: int, share_output: bool) -> None:
+        """`share_output`: score with the target's own rows, which then are neither trained nor in the file."""
         super().__init__()
         self.teacher_shape, self.dtype = teacher.shape, teacher.dtype
         self._weights = teacher.weights
         self.sources = chosen_layers(teacher.shape.layers, layers)
         self.layers = nn.ModuleList(Layer(teacher.shape, teacher.weights.layers[i], teacher.dtype) for i in self.sources)
         self.final_norm = trainable(teacher.weights.final_norm)
-        self.output = trainable(teacher.output)
+        self.output = trainable(teacher.output).requires_grad_(not share_output)
 
     def guesses(self, lesson: Lesson, depths: int, anchors: Anchors) -> Iterator[Guess]:
         """Depth 1 only: teacher forcing covers all depths at once."""
@@ -106,7 +107,7 @@ class Student(nn.Module):
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """By their names in the file."""
-        return dict(self.named_parameters())
+        return {name: values for name, values in self.named_parameters() if values.requires_grad}
 
     def metadata(self) -> dict[str, str]:
         return {"format": FORMAT, "layers": str(len(self.layers)), "sources": ",".join(map(str, self.sources))}

@@ -83,6 +83,9 @@ def student(
     tokens: Tokens = None,
     steps: Steps = None,
     layers: Annotated[int, typer.Option("--layers", help="layers it takes from the target, evenly spread")] = 2,
+    share_output: Annotated[
+        bool, typer.Option("--share-output", help="score with the target's own vocabulary rows, untrained: a smaller file")
+    ] = False,
     hidden_loss: Annotated[float, typer.Option("--hidden-loss", help="weight of the distance to the target's states")] = 0.0,
     vocabulary: Vocabulary = 0,
     coverage: Coverage = 0.975,
