@@ -24,9 +24,12 @@ def curves(journal: Sequence[dict[str, Any]], title: str) -> str:
         )
         for d in range(depths)
     ]
+    last = max((float(line["step"]) for line in journal if "step" in line), default=1.0) or 1.0
     body = [
-        _panel(0, f"{title}: training loss, all positions weighted", [("loss", trained), ("mean", _smooth(trained))], None),
-        _panel(_HEIGHT, "acceptance on held-out answers (greedy)", acceptance, (0.0, 1.0)),
+        _panel(
+            0, last, f"{title}: training loss, all positions weighted", [("loss", trained), ("mean", _smooth(trained))], None
+        ),
+        _panel(_HEIGHT, last, "acceptance on held-out answers (greedy)", acceptance, (0.0, 1.0)),
     ]
     size = f'width="{_WIDTH}" height="{2 * _HEIGHT}" viewBox="0 0 {_WIDTH} {2 * _HEIGHT}"'
     style = 'font-family="sans-serif" font-size="12"'
@@ -41,9 +44,9 @@ def _smooth(points: list[tuple[float, float]], span: int = 9) -> list[tuple[floa
     return [(points[i][0], sum(y for _, y in points[i - span + 1 : i + 1]) / span) for i in range(span - 1, len(points))]
 
 
-def _panel(top: int, title: str, lines: Sequence[Line], bounds: tuple[float, float] | None) -> str:
+def _panel(top: int, last: float, title: str, lines: Sequence[Line], bounds: tuple[float, float] | None) -> str:
+    """`last`: the greatest step. `bounds` None: by the values."""
     points = [point for _, line in lines for point in line]
-    last = max((x for x, _ in points), default=1.0) or 1.0
     low, high = _bounds([y for _, y in points]) if bounds is None else bounds
     bottom, right = top + _HEIGHT - _BOTTOM, _WIDTH - _RIGHT
 
@@ -86,10 +89,10 @@ def _bounds(values: Sequence[float]) -> tuple[float, float]:
     return (low, high) if high - low > 1e-9 else (low - 0.5, low + 0.5)
 
 
-def _ticks(low: float, high: float, wanted: int = 5) -> list[float]:
+def _ticks(low: float, high: float, wanted: int = 6) -> list[float]:
     """Round values within the range."""
     rough = (high - low) / wanted
     power = 10.0 ** math.floor(math.log10(rough))
-    step = next(m * power for m in (1.0, 2.0, 5.0, 10.0) if m * power >= rough * 0.999)
+    step = next(m * power for m in (1.0, 2.0, 2.5, 5.0, 10.0) if m * power >= rough * 0.999)
     first = math.ceil(low / step - 1e-9)
     return [round(k * step, 10) for k in range(first, math.floor(high / step + 1e-9) + 1)]
