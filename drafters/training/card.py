@@ -65,15 +65,15 @@ def _table(name: str, figures: Figures) -> list[str]:
 def _bench(result: Mapping[str, Any]) -> list[str]:
     """Acceptance by position and category, as measured by `forespeak bench`."""
     positions = result.get("acceptance_per_position", ())
-    categories = result.get("by_category", {})
+    how = [f"{result[name]} {word}" for name, word in (("prompts", "prompts"), ("max_tokens", "new tokens")) if name in result]
+    how += [f"temperature {result['temperature']:g}"] if "temperature" in result else []
     about = [f"acceptance length {result['acceptance_length']:.2f}"] if "acceptance_length" in result else []
     about += [f"{result['speedup_over_plain']:.2f} times plain decoding"] if result.get("speedup_over_plain") else []
-    lines = [f"## Measured: drafters {result.get('drafters', '')}", "", ", ".join(about) + "."]
+    lines = [f"## Measured: drafters {result.get('drafters', '')}", "", f"{', '.join(how)}: {', '.join(about)}.".lstrip(": ")]
     if positions:
-        lines += ["", f"Accepted by position: {', '.join(f'{value:.3f}' for value in positions)}."]
-    if categories:
+        shares = ", ".join(f"{value:.3f}" for value in positions)
+        lines += ["", f"Share of the target's passes that kept at least 1, 2, ... drafted tokens: {shares}."]
+    if result.get("by_category"):
         lines += ["", "| category | acceptance length |", "|---|---|"]
-        for name, value in sorted(categories.items()):
-            length = value.get("acceptance_length") if isinstance(value, Mapping) else value
-            lines.append(f"| {name} | {length:.2f} |")
+        lines += [f"| {name} | {row['acceptance_length']:.2f} |" for name, row in sorted(result["by_category"].items())]
     return lines
