@@ -14,7 +14,7 @@ def card(facts: Mapping[str, Any], judged: Mapping[str, Figures], bench: Sequenc
     lines = [
         f"# {facts['what'].capitalize()} for {facts['target']}",
         "",
-        f"Made by `forespeak train {facts['what']}` on {facts['date']}. They only guess: what the target says does not change.",
+        f"Made by {facts.get('maker', '`forespeak train`')} on {facts['date']}. They only guess: what the target says does not change.",
         "",
         "| | |",
         "|---|---|",
@@ -49,7 +49,7 @@ def _rows(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
         "tokens": "answer tokens seen",
         "minutes": "minutes of training",
         "device": "machine",
-        "loss": "last training loss",
+        "loss": "training loss of the last 100 steps",
         "options": "options",
     }
     return [(label, str(facts[name])) for name, label in names.items() if name in facts]

@@ -30,6 +30,9 @@ from spec.engine import Engine
 from spec.models import LoadedModel
 
 
+_LAST_LINES = 5  # of the log: the loss that the card gives is their mean, since it jumps with the batch
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """The model that is learned from."""
@@ -114,7 +117,8 @@ def _finish(
         loop.evaluate()
     facts = facts_of(target, order, corpus, frequent, network, loop.position)
     losses = [line["loss"] for line in read_journal(places.log) if "loss" in line]
-    loop.journal.write(facts=facts | ({"loss": losses[-1]} if losses else {}))
+    last = losses[-_LAST_LINES:]
+    loop.journal.write(facts=facts | ({"loss": round(sum(last) / len(last), 4)} if last else {}))
     svg, text = report(places.log)
     places.curves.write_text(svg, encoding="utf-8")
     places.card.write_text(text, encoding="utf-8")
