@@ -40,7 +40,7 @@ from kernels.linear import DenseWeight, Weight
 from kernels.linear.reference import lookup
 
 FORMAT = "forespeak.heads/1"
-KNOWN_HEADS = f"{FORMAT}, {HEADS_FORMAT}, Medusa-1"
+KNOWN_HEADS = f"{FORMAT}, {HEADS_FORMAT}, Medusa-1, EAGLE-1"
 LinearOp = Callable[[torch.Tensor], torch.Tensor]  # [R, in] float32 -> [R, out] float32
 LinearMaker = Callable[[Weight], LinearOp]
 

@@ -19,6 +19,7 @@ from drafters.heads import HeadsDrafter
 from drafters.layer_models import HEADS_FORMAT, LayerModel, load_attention_head
 from drafters.model import ModelDrafter
 from drafters.node_inputs import NodeInputs, TargetStates, TokensOnly
+from drafters.published import is_eagle, load_eagle
 from drafters.scoring import OneCallScorer
 from drafters.student_file import load_student
 from drafters.suffix import SuffixDrafter
@@ -152,6 +153,8 @@ def _heads(path: Path | None, target: Target) -> _Entry:
     file = TensorFile.open(_needed("heads", path), target.device)
     if file.format == HEADS_FORMAT:
         return _layers("heads", load_attention_head(file, target), target, lambda: _states(target))
+    if is_eagle(file):
+        return _layers("heads", load_eagle(file, target), target, lambda: _states(target))
     drafter = HeadsDrafter.load(file.path, target, device=target.device, top=target.top)
     return _Entry(lambda place: drafter)
 

@@ -266,7 +266,8 @@ def default_speculator(parts: Parts, config: EngineConfig, target: TargetModel, 
     if parts.settings.tree_shape:
         return ShapeSpeculator(parts.settings.tree_shape)
     path = parts.cache / "calibration" / f"{parts.model.digest[:16]}.json"
-    return measured_price_speculator(target, config, path, measure=bool(drafters))
+    shipped = registry.shipped_calibration(parts.model.name)
+    return measured_price_speculator(target, config, path, measure=bool(drafters), shipped=shipped)
 
 
 def build_engine(settings: Settings) -> tuple[Engine, Ready]:

@@ -25,10 +25,21 @@ SAVE_EVERY_SECONDS = 30.0
 log = logging.getLogger("forespeak.speculation")
 
 
-def measured_price_speculator(target: TargetModel, config: EngineConfig, calibration_file: Path, measure: bool) -> Speculator:
+def starting_calibration(kept: Path, shipped: Path | None) -> Calibration:
+    """What was learnt here, in `kept`; drafters it does not know start from what ships with them."""
+    calibration, prior = Calibration(), Calibration()
+    calibration.load(kept, log.warning)
+    if shipped is not None and prior.load(shipped, log.warning):
+        own = calibration.dump()
+        calibration.restore(own | {"drafters": prior.dump()["drafters"] | own["drafters"]})
+    return calibration
+
+
+def measured_price_speculator(
+    target: TargetModel, config: EngineConfig, calibration_file: Path, measure: bool, shipped: Path | None = None
+) -> Speculator:
     """The price rule over this machine's own pass times. `measure` off leaves the table to be learnt from real steps."""
-    calibration = Calibration()
-    calibration.load(calibration_file, log.warning)
+    calibration = starting_calibration(calibration_file, shipped)
     costs = CostTable()
     if measure:
         max_rows = min(64, config.num_pages * config.page_size // 2)

@@ -36,7 +36,7 @@ class DecoderShape:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    attention_norm: torch.Tensor  # [hidden] float32
+    attention_norm: torch.Tensor  # [hidden] float32; empty = the input as it is
     q: Weight  # [q_heads * head_dim, hidden]
     k: Weight  # [kv_heads * head_dim, hidden]
     v: Weight  # [kv_heads * head_dim, hidden]
@@ -56,8 +56,8 @@ class Fusion:
     x = weight [ rms(features) * feature_norm ; rms(embedding of the token) * token_norm ]
     """
 
-    feature_norm: torch.Tensor  # [features] float32
-    token_norm: torch.Tensor  # [hidden] float32
+    feature_norm: torch.Tensor  # [features] float32; empty = as they are
+    token_norm: torch.Tensor  # [hidden] float32; empty = as it is
     weight: Weight  # [hidden, features + hidden]
 
 
@@ -65,7 +65,7 @@ class Fusion:
 class DecoderWeights:
     embedding: Weight  # [rows >= vocab_size, hidden]; row lookups only
     layers: tuple[LayerWeights, ...]
-    final_norm: torch.Tensor  # [hidden] float32
+    final_norm: torch.Tensor  # [hidden] float32; empty = the last layer's output as it is
     lm_head: Weight  # [vocab_size, hidden]; may share tensors with `embedding`
     rope_cos: torch.Tensor  # [max_position, head_dim / 2] float32, attention factor of yarn included
     rope_sin: torch.Tensor  # [max_position, head_dim / 2] float32; rotation pairs channel i with i + head_dim / 2

@@ -153,8 +153,7 @@ class Forward {
             fuse_row(r, target);
         } else if (op == Op::AttentionInput || op == Op::MlpInput) {
             const Layer& l = m_.layers[static_cast<size_t>(layer)];
-            const float* weight = op == Op::AttentionInput ? l.attention_norm.data() : l.mlp_norm.data();
-            rms_norm_row(s_.x.data() + static_cast<size_t>(r) * hidden(), weight, width, m_.shape.norm_eps, target);
+            norm_row(s_.x.data() + static_cast<size_t>(r) * hidden(), op == Op::AttentionInput ? l.attention_norm : l.mlp_norm, width, target);
         } else if (op == Op::OutputInput) {
             source = s_.attended.data() + static_cast<size_t>(r) * s_.q_stride;
         } else if (op == Op::DownInput) {
@@ -166,14 +165,23 @@ class Forward {
         if (source != target && forms(op, layer).second) std::memcpy(target, source, static_cast<size_t>(width) * sizeof(float));
     }
 
+    // An empty weight: no norm.
+    void norm_row(const float* x, const std::vector<float>& weight, int width, float* out) const {
+        if (!weight.empty()) {
+            rms_norm_row(x, weight.data(), width, m_.shape.norm_eps, out);
+        } else if (x != out) {
+            std::memcpy(out, x, static_cast<size_t>(width) * sizeof(float));
+        }
+    }
+
     // [ norm(features) ; norm(embedding of the token) ] of one node.
     void fuse_row(int r, float* target) {
         const int width = m_.shape.features;
         const float* features = s_.step->features + static_cast<size_t>(r) * static_cast<size_t>(width);
-        rms_norm_row(features, m_.feature_norm.data(), width, m_.shape.norm_eps, target);
+        norm_row(features, m_.feature_norm, width, target);
         float* token = target + width;
         unpack_row(m_.embedding(), s_.step->input_ids[r], token);
-        rms_norm_row(token, m_.token_norm.data(), m_.shape.hidden, m_.shape.norm_eps, token);
+        norm_row(token, m_.token_norm, m_.shape.hidden, token);
     }
 
     void shared_input(Op op, int layer, int begin, int end) {
@@ -255,8 +263,7 @@ class Forward {
 
     void final_norm(int begin, int end) {
         for (int i = begin; i < end; ++i) {
-            rms_norm_row(s_.x.data() + static_cast<size_t>(i) * hidden(), m_.final_norm.data(), m_.shape.hidden, m_.shape.norm_eps,
-                         s_.out_hidden + static_cast<size_t>(i) * hidden());
+            norm_row(s_.x.data() + static_cast<size_t>(i) * hidden(), m_.final_norm, m_.shape.hidden, s_.out_hidden + static_cast<size_t>(i) * hidden());
         }
     }
 

@@ -39,6 +39,9 @@ PHASES = (
 )
 
 
+_MAY_BE_EMPTY = ("feature_norm", "token_norm", "attention_norm", "final_norm")
+
+
 def _storage(weight: Weight) -> int:
     return weight.codes.data_ptr() if isinstance(weight, BlockWeight) else weight.values.data_ptr()
 
@@ -71,7 +74,7 @@ class NativeDecoder:
         self._library = library
         self._team = library.team(threads)
         self._lender = embedding_of  # keeps what is read from it alive
-        features = 0 if weights.fusion is None else weights.fusion.feature_norm.numel()
+        features = 0 if weights.fusion is None else weights.fusion.weight.in_features - shape.hidden
         self._features = features
         self._scratch = torch.empty(0, shape.vocab_size)  # logits of a draft pass
         self._handle: int = library.c.fs_decoder_create(library.isa(isa), _shape_data(shape, features))
@@ -243,9 +246,12 @@ def _check_sizes(shape: DecoderShape, weights: DecoderWeights) -> None:
         ]
     vectors = [("final_norm", weights.final_norm, shape.hidden)]
     if weights.fusion is not None:
-        features = weights.fusion.feature_norm.numel()
+        features = max(1, weights.fusion.weight.in_features - shape.hidden)
         expected.append(("fusion", weights.fusion.weight, shape.hidden, features + shape.hidden))
-        vectors.append(("token_norm", weights.fusion.token_norm, shape.hidden))
+        vectors += [
+            ("feature_norm", weights.fusion.feature_norm, features),
+            ("token_norm", weights.fusion.token_norm, shape.hidden),
+        ]
     for name, weight, out, width in expected:
         if (weight.out_features, weight.in_features) != (out, width):
             raise NativeError(f"{name} is {weight.out_features} x {weight.in_features}, expected {out} x {width}")
@@ -266,5 +272,5 @@ def _check_sizes(shape: DecoderShape, weights: DecoderWeights) -> None:
     table = shape.max_position * shape.head_dim // 2
     vectors += [("rope_cos", weights.rope_cos, table), ("rope_sin", weights.rope_sin, table)]
     for name, tensor, size in vectors:
-        if tensor.numel() != size:
+        if tensor.numel() != size and not (tensor.numel() == 0 and name.endswith(_MAY_BE_EMPTY)):
             raise NativeError(f"{name} has {tensor.numel()} values, expected {size}")

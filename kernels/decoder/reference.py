@@ -54,7 +54,7 @@ class ReferenceDecoder:
         for index, layer in enumerate(weights.layers):
             x = x + self._attention(x, layer, inputs, store.k[index], store.v[index], paths)
             x = x + self._mlp(x, layer)
-        hidden = rms_norm(x, weights.final_norm, shape.norm_eps)
+        hidden = _norm(x, weights.final_norm, shape.norm_eps)
         logits = linear(hidden[inputs.score_rows.long()], weights.lm_head)  # [R, vocab]
         return DecoderOutput(hidden=hidden, argmax=argmax(logits), logits=logits if need_logits else None)
 
@@ -64,7 +64,7 @@ class ReferenceDecoder:
             if fusion is not None or features is not None:
                 raise ValueError("features were given to a decoder that takes none, or none to one that needs them")
             return tokens
-        parts = (rms_norm(features, fusion.feature_norm, eps), rms_norm(tokens, fusion.token_norm, eps))
+        parts = (_norm(features, fusion.feature_norm, eps), _norm(tokens, fusion.token_norm, eps))
         return linear(torch.cat(parts, dim=1), fusion.weight)
 
     def _attention(
@@ -78,7 +78,7 @@ class ReferenceDecoder:
     ) -> torch.Tensor:
         shape, weights = self.shape, self.weights
         n = x.shape[0]
-        normed = rms_norm(x, layer.attention_norm, shape.norm_eps)
+        normed = _norm(x, layer.attention_norm, shape.norm_eps)
         q = linear(normed, layer.q).reshape(n, shape.q_heads, shape.head_dim)
         k = linear(normed, layer.k).reshape(n, shape.kv_heads, shape.head_dim)
         v = linear(normed, layer.v).reshape(n, shape.kv_heads, shape.head_dim)
@@ -95,3 +95,7 @@ class ReferenceDecoder:
     def _mlp(self, x: torch.Tensor, layer: LayerWeights) -> torch.Tensor:
         normed = rms_norm(x, layer.mlp_norm, self.shape.norm_eps)
         return linear(silu_mul(linear(normed, layer.gate), linear(normed, layer.up)), layer.down)
+
+
+def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return rms_norm(x, weight, eps) if weight.numel() else x

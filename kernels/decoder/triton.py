@@ -78,13 +78,13 @@ class TritonDecoder:
         shape, weights = self.shape, self.weights
         norms = [layer.attention_norm for layer in weights.layers[1:]] + [weights.final_norm]
         x = self._input(lookup(weights.embedding, inputs.input_ids), features)  # [N, hidden]
-        normed = rms_norm(x, weights.layers[0].attention_norm, shape.norm_eps)
+        normed = _norm(x, weights.layers[0].attention_norm, shape.norm_eps)
         for index, layer in enumerate(weights.layers):
             mixed = self._attention(normed, index, layer, inputs, store)
             normed, x = add_rms_norm(mixed, x, layer.mlp_norm, shape.norm_eps)
             gate, up = self._split(normed, self._fused[index].gate_up, [shape.intermediate, shape.intermediate])
             down = linear(silu_mul(gate, up), layer.down, self.invariant)
-            normed, x = add_rms_norm(down, x, norms[index], shape.norm_eps)
+            normed, x = _add_norm(down, x, norms[index], shape.norm_eps)
         logits = linear(normed[inputs.score_rows.long()], weights.lm_head, self.invariant)  # [R, vocab]
         return DecoderOutput(hidden=normed, argmax=argmax(logits), logits=logits if need_logits else None)
 
@@ -94,7 +94,7 @@ class TritonDecoder:
             if fusion is not None or features is not None:
                 raise ValueError("features were given to a decoder that takes none, or none to one that needs them")
             return tokens
-        parts = (rms_norm(features, fusion.feature_norm, eps), rms_norm(tokens, fusion.token_norm, eps))
+        parts = (_norm(features, fusion.feature_norm, eps), _norm(tokens, fusion.token_norm, eps))
         return linear(torch.cat(parts, dim=1), fusion.weight, self.invariant)
 
     def _attention(
@@ -115,3 +115,15 @@ class TritonDecoder:
         if len(weights) == 1:
             return list(torch.split(linear(x, weights[0], self.invariant), sizes, dim=1))
         return [linear(x, w, self.invariant) for w in weights]
+
+
+def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return rms_norm(x, weight, eps) if weight.numel() else x
+
+
+def _add_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the norm of the sum, the sum)"""
+    if weight.numel():
+        return add_rms_norm(x, residual, weight, eps)
+    total = x + residual
+    return total, total
