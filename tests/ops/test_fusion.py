@@ -154,5 +154,5 @@ def test_features_that_do_not_fit_are_refused() -> None:
             plain.forward(inputs, new_store(plain.shape, 1), True, features(2))  # type: ignore[call-arg]
     assert weights.fusion is not None
     narrow = replace(weights, fusion=replace(weights.fusion, feature_norm=torch.ones(32)))
-    with pytest.raises(NativeError, match="fusion is 96 x 160"):
+    with pytest.raises(NativeError, match="feature_norm has 32 values, expected 64"):
         NativeDecoder(shape, narrow, 1)
