@@ -29,7 +29,6 @@ from kernels.decoder import Decoder
 from spec.engine import Engine
 from spec.models import LoadedModel
 
-
 _LAST_LINES = 5  # of the log: the loss that the card gives is their mean, since it jumps with the batch
 
 
