@@ -106,6 +106,7 @@ class View:
     page_ids: list[int] = field(default_factory=list)
     tenant: str = ""
     grammar: None = None
+    num_kv: int = 0
 
 
 class TableOps:

@@ -122,6 +122,7 @@ class Stream:
     policy: SpeculationPolicy
     prompt_len: int = 0
     tenant: str = ""
+    num_kv: int = 0
 
     @property
     def token_ids(self) -> list[int]:

@@ -33,13 +33,21 @@ def draft_inputs(rows: Sequence[DraftRow], page_size: int, device: torch.device)
     words: list[int] = []
     scored: list[int] = []
     row_ptr = [0]
-    width = 1
-    for row in rows:
+    used: list[int] = []  # pages of each row that the pass reads or writes
+    causal = bytearray(len(rows))
+    for index, row in enumerate(rows):
         first, start, pages = len(ids), row.kv_len, row.page_ids
         stop = start + len(row.token_ids)
         ids += row.token_ids
-        slots += [pages[at // page_size] * page_size + at % page_size for at in range(start, stop)]
+        at = start
+        while at < stop:  # one run of slots a page
+            page, offset = divmod(at, page_size)
+            end = min(stop, at + page_size - offset)
+            slot = pages[page] * page_size + offset
+            slots += range(slot, slot + end - at)
+            at = end
         if row.parents is None:
+            causal[index] = 1
             positions += range(start, stop)
             words += [0] * len(row.token_ids)
         else:
@@ -47,18 +55,17 @@ def draft_inputs(rows: Sequence[DraftRow], page_size: int, device: torch.device)
             depths: list[int] = []
             for i, parent in enumerate(row.parents):
                 own.append((own[parent] if parent >= 0 else 0) | 1 << i)
-                depths.append(depths[parent] + 1 if parent >= 0 else 0)
+                depths.append(depths[parent] + 1 if parent >= 0 else start)
             words += own
-            positions += [start + depth for depth in depths]
-        scored += [first + node for node in row.scored]
+            positions += depths
+        scored += [first + node for node in row.scored] if first else row.scored
         row_ptr.append(len(ids))
-        width = max(width, -(-stop // page_size))
-    table: list[int] = []
-    for row in rows:
-        pages = list(row.page_ids[:width])
-        table += pages + [0] * (width - len(pages))
-    nodes, count = len(ids), len(rows)
-    flat = ids + positions + slots + row_ptr + [row.kv_len for row in rows] + scored + table
+        used.append(-(-stop // page_size))
+    nodes, count, width = len(ids), len(rows), max(used)
+    flat = ids + positions + slots + row_ptr + [row.kv_len for row in rows] + scored
+    for row, needed in zip(rows, used, strict=True):
+        flat += row.page_ids[:needed]
+        flat += [0] * (width - needed)
     ints = torch.frombuffer(array("i", flat), dtype=torch.int32).to(device)
     sizes = [nodes, nodes, nodes, count + 1, count, len(scored), count * width]
     id_t, position_t, slot_t, ptr_t, kv_t, score_t, table_t = torch.split(ints, sizes)
@@ -67,7 +74,7 @@ def draft_inputs(rows: Sequence[DraftRow], page_size: int, device: torch.device)
         positions=position_t,
         slots=slot_t,
         words=torch.frombuffer(array("Q", words), dtype=torch.int64).to(device),
-        causal=torch.tensor([row.parents is None for row in rows], dtype=torch.uint8, device=device),
+        causal=torch.frombuffer(causal, dtype=torch.uint8).to(device),
         row_ptr=ptr_t,
         page_table=table_t.view(count, width),
         kv_lens=kv_t,

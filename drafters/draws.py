@@ -8,18 +8,21 @@ that choosing nodes by score leaves q what it is. All other proposals are the to
 
 from __future__ import annotations
 
+import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from kernels.top_shares.reference import top_shares
 from spec.drafter import SequenceView
 from spec.keyed_random import DRAFT, uniform
 from spec.request import SamplingParams
 from spec.tree import DraftProbs
 
 SUPPORT = 64
+TopShares = Callable[[torch.Tensor, int, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]  # see kernels.top_shares
 _COLDEST = 1e-3  # below this temperature the distribution is a point for any purpose of drafting
 
 
@@ -45,31 +48,35 @@ def choices(
     drafter: str,
     *,
     draw: bool = True,
+    top: TopShares = top_shares,
+    names: Sequence[int] | None = None,
 ) -> list[Scores | None]:
     """Per row of `logits` [R, V] float32 the children of its node; None where the row is not made of numbers.
 
     `depths[r]`: depth of the node, 0 = the root. -inf logits are allowed, those tokens are not proposed. `draw` False: only
-    the most probable tokens, for everybody.
+    the most probable tokens, for everybody. `names`: the token of each column; None = its own number.
     """
     drawn = [draw and is_drawn(view) for view in views]
     temperatures = [view.sampling.temperature or 1.0 for view in views]
+    divisor = None
     if any(t != 1.0 for t in temperatures):
         divisor = torch.tensor([max(t, _COLDEST) for t in temperatures], dtype=torch.float32, device=logits.device)
-        logits = logits / divisor.unsqueeze(1)
     count = min(SUPPORT if any(drawn) else fan, logits.shape[1])
-    best = torch.topk(logits, count, dim=1)
-    shares = torch.exp(best.values - torch.logsumexp(logits, dim=1, keepdim=True))  # [R, count]
-    sound = torch.isfinite(shares).all(dim=1).tolist()
-    tokens, masses = best.indices.tolist(), shares.tolist()
+    ids, shares = top(logits, count, divisor)
+    tokens, masses = ids.tolist(), shares.tolist()
     found: list[Scores | None] = []
     for r, view in enumerate(views):
-        if not sound[r] or not masses[r][0] > 0.0:
+        own, mass = tokens[r], masses[r]
+        if not all(map(math.isfinite, mass)) or not mass[0] > 0.0:
             found.append(None)
-        elif drawn[r]:
-            found.append(_draw(view, depths[r], tokens[r], masses[r], drafter))
+            continue
+        if names is not None:
+            own = [names[column] for column in (own if drawn[r] else own[:fan])]
+        if drawn[r]:
+            found.append(_draw(view, depths[r], own, mass, drafter))
         else:
-            kept = [(token, mass) for token, mass in zip(tokens[r][:fan], masses[r], strict=False) if mass > 0.0]
-            found.append(Scores([token for token, _ in kept], [min(1.0, mass) for _, mass in kept]))
+            kept = [(token, min(1.0, share)) for token, share in zip(own[:fan], mass, strict=False) if share > 0.0]
+            found.append(Scores([token for token, _ in kept], [share for _, share in kept]))
     return found
 
 

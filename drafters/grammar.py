@@ -32,10 +32,10 @@ class GrammarDrafter:
         pass
 
     def _propose(self, view: SequenceView, budget: Budget) -> Proposal:
-        room = min(budget.max_nodes, budget.max_depth)
         state = view.grammar
-        if room <= 0 or not isinstance(state, GrammarState):
+        if not isinstance(state, GrammarState) or not budget.wants(self.name):
             return NOTHING
+        room = min(budget.max_nodes, budget.max_depth)
         chain = state.forced()[:room]
         count = len(chain)
         return Proposal(chain, tuple(range(ROOT, count - 1)), (1.0,) * count, (0,) * count)

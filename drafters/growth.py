@@ -6,16 +6,18 @@ children promise most, and stops when what it would add is not worth its time.
 
 from __future__ import annotations
 
+from bisect import bisect_right, insort
 from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
 
 from spec.drafter import UNKNOWN, Budget
 from spec.tree import NOTHING, ROOT, DraftProbs, Proposal
 
 
 class Node:
-    """One candidate. `path`: calibrated path chance f."""
+    """One candidate. `path`: calibrated path chance f. `state`: whatever its drafter knows of it once it has been run."""
 
-    __slots__ = ("confidence", "depth", "expanded", "index", "parent", "path", "probs", "rank", "token")
+    __slots__ = ("confidence", "depth", "expanded", "index", "parent", "path", "probs", "rank", "state", "token")
 
     def __init__(
         self, index: int, token: int, parent: Node | None, rank: int, confidence: float, path: float, probs: DraftProbs | None
@@ -29,18 +31,22 @@ class Node:
         self.path = path
         self.probs = probs
         self.expanded = False
+        self.state: Any = None
 
 
 class Growth:
     """The candidates of one sequence in one step."""
 
-    __slots__ = ("_budget", "_fan", "_name", "nodes")
+    __slots__ = ("_budget", "_deepest", "_fan", "_hopes", "_name", "_paths", "nodes")
 
-    def __init__(self, name: str, budget: Budget, fan: int) -> None:
-        """`fan`: children a pass scores per node."""
+    def __init__(self, name: str, budget: Budget, fan: int, deepest: int | None = None) -> None:
+        """`fan`: children a pass scores per node. `deepest`: no node below this depth can be expanded; None = any."""
         self._name = name
         self._budget = budget
         self._fan = fan
+        self._deepest = budget.max_depth - 1 if deepest is None else min(deepest, budget.max_depth - 1)
+        self._hopes: dict[int, list[float]] = {}  # by depth: chances of children by rank, before their scores are known
+        self._paths: list[float] = []  # minus the path chances of all nodes, ascending
         self.nodes: list[Node] = []
 
     def add_children(
@@ -54,37 +60,51 @@ class Growth:
         if depth > budget.max_depth:
             return
         above = 1.0 if parent is None else parent.path
+        chance, price, name = budget.chance, budget.price, self._name
         for rank, (token, confidence) in enumerate(zip(token_ids, confidences, strict=True)):
-            path = above * min(1.0, budget.chance(self._name, depth, rank, confidence))
-            if path > 0.0 and path >= budget.price:
+            path = above * min(1.0, chance(name, depth, rank, confidence))
+            if path > 0.0 and path >= price:
                 self.nodes.append(Node(len(self.nodes), token, parent, rank, confidence, path, probs))
+                insort(self._paths, -path)
 
     def best(self) -> list[Node]:
         """The nodes that would be offered now: the best max_nodes by path chance, parents first among equals."""
-        return sorted(self.nodes, key=lambda node: (-node.path, node.index))[: self._budget.max_nodes]
+        return sorted(self.nodes, key=_best_first)[: self._budget.max_nodes]
+
+    def clear(self) -> None:
+        self.nodes.clear()
+        self._paths.clear()
 
     def promise(self, parent: Node | None) -> float:
         """Expected tokens, net of their price, that scoring the children of `parent` would add."""
         budget = self._budget
         depth = 1 if parent is None else parent.depth + 1
-        if depth > budget.max_depth:
+        if depth > self._deepest + 1:
             return 0.0
         above = 1.0 if parent is None else parent.path
+        prices, last, floor = budget.prices, len(budget.prices) - 1, budget.price
         gain = 0.0
-        for rank in range(self._fan):
-            worth = above * budget.chance(self._name, depth, rank, UNKNOWN)
-            price = budget.price
-            if budget.prices:  # it would come after the nodes that are better
-                better = sum([1 for node in self.nodes if node.path >= worth]) + rank
-                price = max(price, budget.prices[min(better, len(budget.prices) - 1)])
+        for rank, hope in enumerate(self._hopes_at(depth)):
+            worth = above * hope
+            price = floor
+            if prices:  # it would come after the nodes that are better
+                price = max(price, prices[min(bisect_right(self._paths, -worth) + rank, last)])
             if worth <= price:
                 break
             gain += worth - price
         return gain
 
+    def _hopes_at(self, depth: int) -> list[float]:
+        found = self._hopes.get(depth)
+        if found is None:
+            chance, name = self._budget.chance, self._name
+            found = self._hopes[depth] = [chance(name, depth, rank, UNKNOWN) for rank in range(self._fan)]
+        return found
+
     def next_to_expand(self, limit: int) -> list[tuple[float, Node]]:
         """Up to `limit` offered nodes without children, most promising first, with their promise (> 0)."""
-        found = [(self.promise(node), node) for node in self.best() if not node.expanded]
+        deepest = self._deepest
+        found = [(self.promise(node), node) for node in self.best() if not node.expanded and node.depth <= deepest]
         found = [item for item in found if item[0] > 0.0]
         found.sort(key=lambda item: (-item[0], item[1].index))
         return found[:limit]
@@ -103,6 +123,45 @@ class Growth:
         )
 
 
+def _best_first(node: Node) -> tuple[float, int]:
+    return (-node.path, node.index)
+
+
+class Growing(Protocol):
+    """A sequence being drafted for."""
+
+    @property
+    def growth(self) -> Growth: ...
+
+
+G = TypeVar("G", bound=Growing)
+
+
+def grow(
+    growing: Sequence[G],
+    width: int,
+    price: Callable[[float], float],
+    passes: PassClock,
+    expand: Callable[[Sequence[tuple[G, Node]]], None],
+) -> None:
+    """Pass after pass over the most promising nodes of all sequences, as long as one more pays. `width`: nodes of one
+    sequence per pass. `expand` runs a pass and adds the children; what it adds none for is not asked about again."""
+    while True:
+        ranked = [(gain, g, node) for g in growing for gain, node in g.growth.next_to_expand(width)]
+        if not ranked:
+            return
+        if len(growing) > 1:
+            ranked.sort(key=_most_promising)
+        count = worthwhile([gain for gain, _, _ in ranked], lambda rows: price(passes.estimate(rows)))
+        if not count:
+            return
+        expand([(g, node) for _, g, node in ranked[:count]])
+
+
+def _most_promising(item: tuple[float, Any, Node]) -> float:
+    return -item[0]
+
+
 def worthwhile(promises: Sequence[float], cost: Callable[[int], float]) -> int:
     """How many of the nodes, most promising first, one pass should expand: the best sum less `cost(count)`; 0 = no pass.
 
@@ -111,8 +170,9 @@ def worthwhile(promises: Sequence[float], cost: Callable[[int], float]) -> int:
     best, best_count, total = 0.0, 0, 0.0
     for count, promise in enumerate(promises, 1):
         total += promise
-        if total - cost(count) > best:
-            best, best_count = total - cost(count), count
+        net = total - cost(count)
+        if net > best:
+            best, best_count = net, count
     return best_count
 
 
@@ -132,7 +192,10 @@ class PassClock:
 
     def estimate(self, rows: int) -> float:
         """Of the nearest size measured, the larger one on a tie; 0 before any measurement."""
+        key = (rows - 1).bit_length()
+        found = self._mean.get(key)
+        if found is not None:
+            return found
         if not self._mean:
             return 0.0
-        key = (rows - 1).bit_length()
         return self._mean[min(self._mean, key=lambda known: (abs(known - key), -known))]

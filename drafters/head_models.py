@@ -1,7 +1,7 @@
 """Trained heads: what a file holds, and the arithmetic that turns a hidden state and tokens into scores. Knows weights;
 refuses to know trees, sequences and prices. Runtime only; nothing here trains.
 
-Two kinds of file (safetensors, floats in float32, float16 or bfloat16):
+Two kinds of file (safetensors, floats in float32, float16 or bfloat16); heads with attention are in layer_models.py:
 
 Recurrent head, our own (metadata "format": "forespeak.heads/1"; optional "norm_eps", default 1e-5, and "target", a name)
 
@@ -30,17 +30,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 
+from drafters.layer_models import HEADS_FORMAT, Target
+from drafters.tensor_file import TensorFile
 from kernels.linear import DenseWeight, Weight
 from kernels.linear.reference import lookup
-from spec.errors import ModelFileError
 
 FORMAT = "forespeak.heads/1"
+KNOWN_HEADS = f"{FORMAT}, {HEADS_FORMAT}, Medusa-1"
 LinearOp = Callable[[torch.Tensor], torch.Tensor]  # [R, in] float32 -> [R, out] float32
 LinearMaker = Callable[[Weight], LinearOp]
 
@@ -124,93 +124,46 @@ class MedusaHeads:
         return out
 
 
-def load_heads(
-    path: Path,
-    *,
-    hidden: int,
-    vocab_size: int,
-    embedding: Weight,
-    make_linear: LinearMaker = torch_linear,
-    device: str = "cpu",
-) -> HeadModel:
-    """Read either kind for a target of these sizes. Raises ModelFileError naming the file and what is wrong in it."""
-    metadata, tensors = _read(path, device)
-    if all(name in tensors for name in _RECURRENT):
-        _check_recurrent(path, tensors, hidden, vocab_size)
-        try:
-            eps = float(metadata.get("norm_eps", "1e-5"))
-        except ValueError as error:
-            raise ModelFileError(f"{path}: metadata norm_eps is {metadata['norm_eps']!r}; a number was expected") from error
-        return RecurrentHead(tensors, eps, embedding, make_linear)
-    if metadata.get("format") == FORMAT:
-        missing = [name for name in _RECURRENT if name not in tensors]
-        raise ModelFileError(f"{path}: tensors are missing: {', '.join(missing)}")
-    return _medusa(path, tensors, hidden, vocab_size, make_linear)
+def load_heads(file: TensorFile, target: Target, *, make_linear: LinearMaker = torch_linear) -> HeadModel:
+    """Read either kind. Raises ModelFileError naming the file and what is wrong in it."""
+    if file.format != FORMAT and any(name not in file.tensors for name in _RECURRENT):
+        return _medusa(file, target.shape.hidden, target.shape.vocab_size, make_linear)
+    missing = [name for name in _RECURRENT if name not in file.tensors]
+    if missing:
+        file.refuse(f"tensors are missing: {', '.join(missing)}")
+    hidden, width = target.shape.hidden, file.rows("gate")
+    ids = file.token_ids(target.shape.vocab_size)
+    shapes = {"gate": (width, 2 * hidden), "up": (width, 2 * hidden), "down": (hidden, width), "output": (len(ids), hidden)}
+    tensors = {name: file.take(name, shapes.get(name, (hidden,))) for name in _RECURRENT[:-1]}
+    tensors["token_ids"] = file.tensors["token_ids"]
+    return RecurrentHead(tensors, file.number("norm_eps", 1e-5), target.weights.embedding, make_linear)
 
 
-def _read(path: Path, device: str) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
-    try:
-        with safe_open(path, framework="pt", device=device) as file:
-            return dict(file.metadata() or {}), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise ModelFileError(f"{path}: not a readable safetensors file: {error}") from error
-
-
-def _expect(path: Path, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
-    if tuple(tensor.shape) != shape:
-        raise ModelFileError(
-            f"{path}: tensor {name} has shape {list(tensor.shape)}; {list(shape)} was expected for this target"
-        )
-    if not tensor.is_floating_point():
-        raise ModelFileError(f"{path}: tensor {name} is {tensor.dtype}; a float type was expected")
-    if not bool(torch.isfinite(tensor).all()):
-        raise ModelFileError(f"{path}: tensor {name} holds values that are not finite")
-
-
-def _check_recurrent(path: Path, tensors: dict[str, torch.Tensor], hidden: int, vocab_size: int) -> None:
-    ids, width = tensors["token_ids"], tensors["gate"].shape[0]
-    if ids.dim() != 1 or ids.dtype not in (torch.int32, torch.int64) or ids.numel() == 0:
-        raise ModelFileError(
-            f"{path}: tensor token_ids is {ids.dtype} {list(ids.shape)}; a list of int32 or int64 was expected"
-        )
-    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size or len(set(ids.tolist())) != ids.numel():
-        raise ModelFileError(f"{path}: token_ids must be distinct ids of the target's {vocab_size} tokens")
-    shapes = {"gate": (width, 2 * hidden), "up": (width, 2 * hidden), "down": (hidden, width), "output": (ids.numel(), hidden)}
-    for name in _RECURRENT[:-1]:
-        _expect(path, name, tensors[name], shapes.get(name, (hidden,)))
-
-
-def _medusa(
-    path: Path, tensors: dict[str, torch.Tensor], hidden: int, vocab_size: int, make_linear: LinearMaker
-) -> MedusaHeads:
-    parts: dict[int, dict[int, dict[str, torch.Tensor]]] = {}
-    for name, tensor in tensors.items():
+def _medusa(file: TensorFile, hidden: int, vocab_size: int, make_linear: LinearMaker) -> MedusaHeads:
+    parts: dict[int, dict[int, dict[str, str]]] = {}  # head, place in it, what -> name in the file
+    for name in file.tensors:
         match = _MEDUSA.fullmatch(name)
         if match is None:
-            raise ModelFileError(f"{path}: tensor {name} belongs to no known kind of heads (forespeak.heads/1, Medusa-1)")
-        parts.setdefault(int(match[1]), {}).setdefault(int(match[2]), {})[match[3]] = tensor
+            file.refuse(f"tensor {name} belongs to no known kind of heads ({KNOWN_HEADS})")
+        parts.setdefault(int(match[1]), {}).setdefault(int(match[2]), {})[match[3]] = name
     if not parts or sorted(parts) != list(range(len(parts))):
-        raise ModelFileError(f"{path}: heads are numbered {sorted(parts)}; 0, 1, ... without gaps was expected")
+        file.refuse(f"heads are numbered {sorted(parts)}; 0, 1, ... without gaps was expected")
     heads = []
     for index in range(len(parts)):
         layers = parts[index]
         last = max(layers)
         if sorted(layers) != list(range(last + 1)) or "weight" not in layers[last]:
-            raise ModelFileError(f"{path}: head {index} must be residual blocks and then a vocabulary matrix")
+            file.refuse(f"head {index} must be residual blocks and then a vocabulary matrix")
         blocks = []
         for place in range(last):
-            weight, bias = layers[place].get("linear.weight"), layers[place].get("linear.bias")
-            if weight is None:
-                raise ModelFileError(f"{path}: tensor medusa_head.{index}.{place}.linear.weight is missing")
-            _expect(path, f"medusa_head.{index}.{place}.linear.weight", weight, (hidden, hidden))
-            if bias is not None:
-                _expect(path, f"medusa_head.{index}.{place}.linear.bias", bias, (hidden,))
-            blocks.append(make_linear(DenseWeight(weight, None if bias is None else bias.float())))
-        matrix = layers[last]["weight"]
-        if matrix.dim() != 2 or matrix.shape[0] < vocab_size:
-            raise ModelFileError(
-                f"{path}: head {index} scores {matrix.shape[0]} tokens, the target has {vocab_size}: another tokenizer's heads"
-            )
-        _expect(path, f"medusa_head.{index}.{last}.weight", matrix, (matrix.shape[0], hidden))
-        heads.append((blocks, make_linear(DenseWeight(matrix[:vocab_size].contiguous()))))
+            if "linear.weight" not in layers[place]:
+                file.refuse(f"tensor medusa_head.{index}.{place}.linear.weight is missing")
+            weight = file.take(layers[place]["linear.weight"], (hidden, hidden))
+            bias = file.vector(layers[place]["linear.bias"], hidden) if "linear.bias" in layers[place] else None
+            blocks.append(make_linear(DenseWeight(weight, bias)))
+        name = layers[last]["weight"]
+        rows = file.rows(name)
+        if rows < vocab_size:
+            file.refuse(f"head {index} scores {rows} tokens, the target has {vocab_size}: another tokenizer's heads")
+        heads.append((blocks, make_linear(DenseWeight(file.take(name, (rows, hidden))[:vocab_size].contiguous()))))
     return MedusaHeads(heads, vocab_size)

@@ -8,47 +8,36 @@ scores), never drawn: under the rejection rule they count as point masses, which
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
-from drafters.draws import choices
-from drafters.growth import Growth, Node, PassClock, worthwhile
+from drafters.draws import TopShares, choices
+from drafters.faults import Faults
+from drafters.growth import Growth, Node, PassClock, grow, worthwhile
 from drafters.head_models import HeadModel, LinearMaker, LinearOp, load_heads, torch_linear
-from kernels.decoder import DecoderShape, DecoderWeights
+from drafters.layer_models import Target
+from drafters.tensor_file import TensorFile
 from kernels.linear import BLOCK, DenseWeight, Weight
+from kernels.top_shares.reference import top_shares
 from spec.drafter import Budget, Outcome, SequenceView
 from spec.models.blocks import quantise
 from spec.tree import NOTHING, Proposal
 
-log = logging.getLogger(__name__)
-
-_MAX_FAULTS = 3
-
-
-class HeadsTarget(Protocol):
-    """What is asked of the target the heads are for."""
-
-    @property
-    def shape(self) -> DecoderShape: ...
-    @property
-    def weights(self) -> DecoderWeights: ...
-
 
 class _Growing:
-    """A sequence being drafted for: its tree, and the state of every node that has children (-1 = the root)."""
+    """A sequence being drafted for: its tree and the state at its root. A node's `state` is set once it has children."""
 
-    __slots__ = ("growth", "place", "states", "view")
+    __slots__ = ("growth", "place", "root", "sound", "view")
 
-    def __init__(self, place: int, view: SequenceView, growth: Growth) -> None:
+    def __init__(self, place: int, view: SequenceView, growth: Growth, root: torch.Tensor) -> None:
         self.place = place
         self.view = view
         self.growth = growth
-        self.states: dict[int, torch.Tensor] = {}
+        self.root = root  # the target's hidden state, then the root's own
+        self.sound = True
 
 
 class HeadsDrafter:
@@ -61,6 +50,7 @@ class HeadsDrafter:
         name: str = "heads",
         fan: int = 4,
         width: int = 4,
+        top: TopShares = top_shares,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`fan`: children scored per node. `width`: nodes of one sequence expanded per pass. `clock`: seconds."""
@@ -68,27 +58,25 @@ class HeadsDrafter:
         self._model = model
         self._fan = fan
         self._width = width
+        self._top = top
         self._clock = clock
         self._passes = PassClock()
         self._hidden: dict[int, tuple[int, torch.Tensor]] = {}  # tokens of the sequence then, state [H] that said the last
-        self._faults = 0
+        self._faults = Faults(f"drafter {name}")
 
     @classmethod
     def load(
-        cls, path: Path, target: HeadsTarget, *, make_linear: LinearMaker | None = None, device: str = "cpu"
+        cls,
+        path: Path,
+        target: Target,
+        *,
+        make_linear: LinearMaker | None = None,
+        device: str = "cpu",
+        top: TopShares = top_shares,
     ) -> HeadsDrafter:
         """Heads from a file for this target. Raises ModelFileError. `make_linear` None: the native 8-bit product where it runs."""
         maker = make_linear or (native_linear() if device == "cpu" else torch_linear)
-        shape = target.shape
-        model = load_heads(
-            path,
-            hidden=shape.hidden,
-            vocab_size=shape.vocab_size,
-            embedding=target.weights.embedding,
-            make_linear=maker,
-            device=device,
-        )
-        return cls(model)
+        return cls(load_heads(TensorFile.open(path, device), target, make_linear=maker), top=top)
 
     # --- the protocol -------------------------------------------------------------------------------------------------
 
@@ -114,72 +102,61 @@ class HeadsDrafter:
         self._hidden.pop(seq_id, None)
 
     def propose(self, views: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[Proposal]:
-        if self._faults >= _MAX_FAULTS:
+        if self._faults.given_up:
             return [NOTHING] * len(views)
         try:
             with torch.inference_mode():
                 return self._propose(views, budgets)
         except Exception:
-            self._faults += 1
-            log.exception("heads %s failed (%d of %d) and draft nothing", self.name, self._faults, _MAX_FAULTS)
+            self._faults.note()
             return [NOTHING] * len(views)
 
     # --- drafting -----------------------------------------------------------------------------------------------------
 
     def _propose(self, views: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[Proposal]:
         proposals = [NOTHING] * len(views)
+        deepest = None if self._model.depths is None else self._model.depths - 1
         growing = []
         for place, (view, budget) in enumerate(zip(views, budgets, strict=True)):
             known = self._hidden.get(view.seq_id)
             if known is not None and known[0] == len(view.token_ids) and budget.wants(self.name):
-                growing.append(_Growing(place, view, Growth(self.name, budget, self._fan)))
+                growing.append(_Growing(place, view, Growth(self.name, budget, self._fan, deepest), known[1]))
         if not growing:
             return proposals
         price = budgets[growing[0].place].pass_price
-        picks: list[tuple[float, _Growing, Node | None]] = [(g.growth.promise(None), g, None) for g in growing]
-        while True:
-            picks.sort(key=lambda item: -item[0])
-            count = worthwhile([gain for gain, _, _ in picks], lambda rows: price(self._passes.estimate(rows)))
-            if not count:
-                break
-            self._pass([(g, node) for _, g, node in picks[:count]])
-            picks = [
-                (gain, g, node)
-                for g in growing
-                for gain, node in g.growth.next_to_expand(self._width)
-                if self._model.depths is None or node.depth < self._model.depths
-            ]
+        roots = sorted([(g.growth.promise(None), g.place, g) for g in growing], key=lambda item: (-item[0], item[1]))
+        count = worthwhile([gain for gain, _, _ in roots], lambda rows: price(self._passes.estimate(rows)))
+        if count:
+            self._pass([(g, None) for _, _, g in roots[:count]])
+            grow(growing, self._width, price, self._passes, self._pass)
         for g in growing:
             proposals[g.place] = g.growth.proposal()
         return proposals
 
-    def _pass(self, picks: list[tuple[_Growing, Node | None]]) -> None:
-        """Score the children of every picked node."""
+    def _pass(self, picks: Sequence[tuple[_Growing, Node | None]]) -> None:
+        """Score the children of every picked node (None = the root)."""
         began = self._clock()
         before, tokens, depths = [], [], []
         for g, node in picks:
-            if node is None:
-                before.append(self._hidden[g.view.seq_id][1])
-                tokens.append(g.view.token_ids[-1])
-                depths.append(0)
-            else:
-                before.append(g.states[-1 if node.parent is None else node.parent.index])
-                tokens.append(node.token)
-                depths.append(node.depth)
+            above = None if node is None else node.parent
+            before.append(g.root if above is None else above.state)
+            tokens.append(g.view.token_ids[-1] if node is None else node.token)
+            depths.append(0 if node is None else node.depth)
         states = self._model.advance(torch.stack(before), tokens)
         scores = self._model.scores(states, depths)
-        found = choices(scores, [g.view for g, _ in picks], depths, self._fan, self.name, draw=False)
-        names = self._model.token_ids
+        views = [g.view for g, _ in picks]
+        found = choices(scores, views, depths, self._fan, self.name, draw=False, top=self._top, names=self._model.token_ids)
         for (g, node), state, best in zip(picks, states, found, strict=True):
-            if g.view.seq_id not in self._hidden:
+            if best is None or not g.sound:  # not numbers: this sequence is not drafted for until its next hidden state
+                g.sound = False
+                g.growth.clear()
+                self._hidden.pop(g.view.seq_id, None)
                 continue
-            if best is None:  # not numbers: this sequence is not drafted for until its next hidden state
-                g.growth.nodes.clear()
-                del self._hidden[g.view.seq_id]
-                continue
-            g.states[-1 if node is None else node.index] = state
-            ids = best.token_ids if names is None else [names[column] for column in best.token_ids]
-            g.growth.add_children(node, ids, best.confidence)
+            if node is None:
+                g.root = state
+            else:
+                node.state = state
+            g.growth.add_children(node, best.token_ids, best.confidence)
         self._passes.record(len(picks), (self._clock() - began) * 1e3)
 
 

@@ -6,18 +6,25 @@ needed, `build` makes the drafters over the page pool.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from drafters.draws import TopShares
 from drafters.grammar import GrammarDrafter
 from drafters.heads import HeadsDrafter
-from drafters.model import ModelDrafter
+from drafters.layer_models import HEADS_FORMAT, LayerModel, load_attention_head
+from drafters.model import DraftDecoder, ModelDrafter
+from drafters.node_inputs import NodeInputs, TargetStates, TokensOnly
+from drafters.student_file import load_student
 from drafters.suffix import SuffixDrafter
+from drafters.tensor_file import TensorFile
 from kernels.batch import KVTensors
-from kernels.decoder import Decoder, DecoderShape, DecoderWeights
+from kernels.decoder import DecoderShape, DecoderWeights
+from kernels.top_shares.reference import top_shares
 from spec.config import EngineConfig
 from spec.drafter import Drafter
 from spec.errors import ConfigError
@@ -25,40 +32,71 @@ from spec.models import LoadedModel
 from spec.pages import PagePool
 
 KNOWN = ("suffix", "heads[:PATH]", "model:PATH", "student[:PATH]")
-SHIPPED = Path(__file__).parent / "shipped"  # trained drafters by target: SHIPPED/<target name>/{heads,student}.safetensors
+# Trained drafters by model: SHIPPED/<folder_of(name)>/{heads,student}.safetensors and calibration.json
+SHIPPED = Path(__file__).parent / "shipped"
+
+_QUANTISED = re.compile(r"[._-](?:i?q\d(?:_[a-z0-9]+)*|b?f(?:p?16|32)|fp32|mxfp4|gguf)\Z")
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What drafters must fit."""
+    """What drafters must fit, and how decoders are made on its device."""
 
-    name: str  # short name of the target, the folder of its shipped drafters
+    name: str  # short name of the target
     shape: DecoderShape
     weights: DecoderWeights  # embedding rows and vocabulary matrix, for drafters that share them
     load: Callable[[Path], LoadedModel]  # a draft model's weights, trimmed to the target's vocabulary, or a clear error
-    make_decoder: Callable[[LoadedModel], Decoder]
+    make_decoder: Callable[[LoadedModel], DraftDecoder]
+    make_beside: Callable[[LayerModel], DraftDecoder]  # a decoder that reads token rows from the target's own embedding
+    top: TopShares = top_shares
+    device: str = "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where drafters are built."""
+
+    pool: PagePool
+    config: EngineConfig
+    kv_dtype: torch.dtype
+    device: str
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    kind: str
-    path: Path | None
-    decoder: Decoder | None = None
+    make: Callable[[Place], Drafter]
+    shape: DecoderShape | None = None  # of the store it needs
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterPlan:
     entries: tuple[_Entry, ...]
-    target: Target
 
     @property
     def shapes(self) -> tuple[DecoderShape, ...]:
-        """Shapes of the draft models that need a store of their own."""
-        return tuple(entry.decoder.shape for entry in self.entries if entry.decoder is not None)
+        """Shapes of the drafters that need a store of their own."""
+        return tuple(entry.shape for entry in self.entries if entry.shape is not None)
+
+
+def folder_of(model_name: str) -> str:
+    """The folder of a model's shipped drafters: its name in lower case, without owner and quantisation.
+
+    `SmolLM2-135M-Instruct.Q4_1` and `HuggingFaceTB--SmolLM2-135M-Instruct` are both `smollm2-135m-instruct`.
+    """
+    name = model_name.lower().rsplit("--", 1)[-1]
+    while (shorter := _QUANTISED.sub("", name)) != name:
+        name = shorter
+    return name
 
 
 def shipped(target_name: str, kind: str) -> Path | None:
-    path = SHIPPED / target_name / f"{kind}.safetensors"
+    path = SHIPPED / folder_of(target_name) / f"{kind}.safetensors"
+    return path if path.exists() else None
+
+
+def shipped_calibration(target_name: str) -> Path | None:
+    """What the shipped drafters' scores are worth, as measured where they were trained."""
+    path = SHIPPED / folder_of(target_name) / "calibration.json"
     return path if path.exists() else None
 
 
@@ -72,7 +110,7 @@ def parse(text: str, target_name: str) -> list[tuple[str, Path | None]]:
     pairs: list[tuple[str, Path | None]] = []
     for item in text.split(","):
         kind, _, path = item.strip().partition(":")
-        if kind not in ("suffix", "heads", "model", "student") or (kind == "suffix" and path) or (kind == "model" and not path):
+        if kind not in _KINDS or (kind == "suffix" and path) or (kind == "model" and not path):
             raise ConfigError(f"unknown drafter {item.strip()!r}; known are auto, none, or a comma list of {', '.join(KNOWN)}")
         if kind in ("heads", "student") and not path:
             found = shipped(target_name, kind)
@@ -90,29 +128,74 @@ def parse(text: str, target_name: str) -> list[tuple[str, Path | None]]:
 
 def plan(text: str, target: Target) -> DrafterPlan:
     """Load what the named drafters need. Raises ConfigError or ModelFileError; nothing is allocated yet."""
-    entries = []
-    for kind, path in parse(text, target.name):
-        if kind in ("model", "student"):
-            if path is None:
-                raise ConfigError(f"drafter {kind!r} needs a path")
-            entries.append(_Entry(kind, path, target.make_decoder(target.load(path))))
-        else:
-            entries.append(_Entry(kind, path))
-    return DrafterPlan(tuple(entries), target)
+    return DrafterPlan(tuple(_KINDS[kind](path, target) for kind, path in parse(text, target.name)))
 
 
 def build(plan: DrafterPlan, pool: PagePool, config: EngineConfig, kv_dtype: torch.dtype, device: str) -> list[Drafter]:
-    """The drafters, each draft model with its own store over the target's page ids."""
-    drafters: list[Drafter] = []
-    for entry in plan.entries:
-        if entry.decoder is not None:
-            s = entry.decoder.shape
-            store = KVTensors.allocate(s.layers, config.num_pages, s.kv_heads, s.head_dim, config.page_size, kv_dtype, device)
-            drafters.append(ModelDrafter(entry.kind, entry.decoder, store, pool))
-        elif entry.path is not None:
-            drafters.append(HeadsDrafter.load(entry.path, plan.target))
-        else:
-            drafters.append(SuffixDrafter())
+    """The drafters, each model with its own store over the target's page ids."""
+    place = Place(pool, config, kv_dtype, device)
+    drafters = [entry.make(place) for entry in plan.entries]
     if drafters:
         drafters.append(GrammarDrafter())  # costs nothing without a grammar, so it is not asked for by name
     return drafters
+
+
+# --- the kinds -------------------------------------------------------------------------------------------------------
+
+
+def _suffix(path: Path | None, target: Target) -> _Entry:
+    return _Entry(lambda place: SuffixDrafter())
+
+
+def _heads(path: Path | None, target: Target) -> _Entry:
+    file = TensorFile.open(_needed("heads", path), target.device)
+    if file.format == HEADS_FORMAT:
+        return _layers("heads", load_attention_head(file, target), target, lambda: _states(target))
+    drafter = HeadsDrafter.load(file.path, target, device=target.device, top=target.top)
+    return _Entry(lambda place: drafter)
+
+
+def _model(path: Path | None, target: Target) -> _Entry:
+    return _decoder("model", target.make_decoder(target.load(_needed("model", path))), None, target, TokensOnly)
+
+
+def _student(path: Path | None, target: Target) -> _Entry:
+    path = _needed("student", path)
+    if path.suffix == ".safetensors" and path.is_file():
+        return _layers("student", load_student(TensorFile.open(path, target.device), target), target, TokensOnly)
+    return _decoder("student", target.make_decoder(target.load(path)), None, target, TokensOnly)
+
+
+_KINDS: dict[str, Callable[[Path | None, Target], _Entry]] = {
+    "suffix": _suffix,
+    "heads": _heads,
+    "model": _model,
+    "student": _student,
+}
+
+
+def _needed(kind: str, path: Path | None) -> Path:
+    if path is None:
+        raise ConfigError(f"drafter {kind!r} needs a path")
+    return path
+
+
+def _states(target: Target) -> TargetStates:
+    return TargetStates(target.shape.hidden, torch.device(target.device))
+
+
+def _layers(name: str, model: LayerModel, target: Target, inputs: Callable[[], NodeInputs]) -> _Entry:
+    return _decoder(name, target.make_beside(model), model.token_ids, target, inputs)
+
+
+def _decoder(
+    name: str, decoder: DraftDecoder, token_ids: tuple[int, ...] | None, target: Target, inputs: Callable[[], NodeInputs]
+) -> _Entry:
+    shape = decoder.shape
+
+    def make(place: Place) -> Drafter:
+        pages, size = place.config.num_pages, place.config.page_size
+        store = KVTensors.allocate(shape.layers, pages, shape.kv_heads, shape.head_dim, size, place.kv_dtype, place.device)
+        return ModelDrafter(name, decoder, store, place.pool, token_ids=token_ids, inputs=inputs(), top=target.top)
+
+    return _Entry(make, shape)

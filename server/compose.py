@@ -9,20 +9,25 @@ import importlib.metadata
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import kernels
 from drafters import registry
+from drafters.draws import TopShares
+from drafters.layer_models import LayerModel, quantised
+from drafters.model import DraftDecoder
 from kernels import native
 from kernels.batch import KVTensors
-from kernels.decoder import Decoder, DecoderShape
+from kernels.decoder import DecoderShape, DecoderWeights, HostDecoder
 from kernels.decoder.reference import ReferenceDecoder
 from kernels.kv_slots import reference as slots_reference
 from kernels.sample import reference as sample_reference
+from kernels.top_shares import reference as top_shares_reference
 from server.models import resolve
 from server.settings import Settings
 from server.tokenizer import Tokenizer, load_tokenizer
@@ -38,6 +43,9 @@ from spec.sampling import SampleOps
 from spec.speculator import Speculator
 from spec.store import Move
 from spec.target import TargetModel
+
+# Bits a weight of trained drafters on the CPU: of their layers, and of their vocabulary matrix.
+DRAFT_BITS, DRAFT_HEAD_BITS = 8, 8
 
 _KV_TYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -68,7 +76,7 @@ class Parts:
     settings: Settings
     model: LoadedModel
     tokenizer: Tokenizer
-    decoder: Decoder
+    decoder: HostDecoder
     backend: Backend
     cache: Path
     eos_ids: tuple[int, ...]
@@ -97,14 +105,20 @@ def load_parts(settings: Settings) -> Parts:
     return Parts(settings, model, tokenizer, backend.make(model), backend, cache, eos_ids, grammars)
 
 
+def _as_stored(weights: DecoderWeights) -> DecoderWeights:
+    return weights
+
+
 @dataclass(frozen=True, slots=True)
 class Backend:
     """One family of kernels: how a decoder is made from weights, and the ops the engine calls itself."""
 
     name: str
-    make: Callable[[LoadedModel], Decoder]
+    make: Callable[[LoadedModel], HostDecoder]
     ops: SampleOps
     move: Move
+    draft_weights: Callable[[DecoderWeights], DecoderWeights] = _as_stored  # the form in which drafters' own matrices are kept
+    top: TopShares = top_shares_reference.top_shares
 
 
 def choose_backend(settings: Settings, cache: Path) -> Backend:
@@ -128,6 +142,7 @@ def _native(settings: Settings, cache: Path) -> Backend:
     from kernels.decoder.native import NativeDecoder
     from kernels.kv_slots import native as slots
     from kernels.sample.native import NativeSample
+    from kernels.top_shares.native import NativeTopShares
 
     if native.load() is None:
         raise ConfigError("the native kernels are not built (no C++ compiler was found); use --backend reference")
@@ -138,6 +153,8 @@ def _native(settings: Settings, cache: Path) -> Backend:
         lambda model: NativeDecoder(model.shape, model.weights, threads, cache_dir=cache / "packed"),
         NativeSample(threads),
         slots.move,
+        lambda weights: quantised(weights, bits=DRAFT_BITS, head_bits=DRAFT_HEAD_BITS),
+        NativeTopShares(threads),
     )
 
 
@@ -222,7 +239,19 @@ def _drafting_target(parts: Parts) -> registry.Target:
             )
         return load_model(path, weights=parts.settings.weights).trimmed(parts.tokenizer.vocab_size)
 
-    return registry.Target(parts.model.name, parts.model.shape, parts.model.weights, load, parts.backend.make)
+    def make_beside(model: LayerModel) -> DraftDecoder:
+        return parts.decoder.beside(model.shape, parts.backend.draft_weights(model.weights))
+
+    return registry.Target(
+        name=parts.model.name,
+        shape=parts.model.shape,
+        weights=parts.model.weights,
+        load=load,
+        make_decoder=parts.backend.make,
+        make_beside=make_beside,
+        top=parts.backend.top,
+        device=parts.settings.device,
+    )
 
 
 def shipped_drafters(model_name: str) -> list[str]:
@@ -260,3 +289,45 @@ def build_engine(settings: Settings) -> tuple[Engine, Ready]:
         load_seconds=time.perf_counter() - start,
     )
     return engine, ready
+
+
+def train_drafter(
+    settings: Settings,
+    flags: Mapping[str, Any],
+    speak: Callable[[Tokenizer], Any],
+    always: Callable[[Tokenizer], Sequence[int]],
+    on_progress: Callable[[str, float, Mapping[str, float]], None],
+    stop: Callable[[], bool],
+    restart: bool,
+) -> tuple[bool, dict[str, Any]]:
+    """Write answers and train; see `drafters.training`. (whether the budget was used up, facts of the result)
+
+    `flags` are the fields of its Order. `speak` brings the chat format, `always` the tokens every drafter can say.
+    """
+    from drafters.training import run  # not loaded by a server
+    from drafters.training.order import Places, parse_order
+
+    order = parse_order(flags)
+    parts = load_parts(settings)
+    target = run.Target(
+        model=parts.model,
+        decoder=parts.decoder,
+        make_engine=lambda: make_engine(parts, "none"),
+        speaker=lambda: speak(parts.tokenizer),
+        kv_dtype=parts.kv_dtype,
+        device=settings.device,
+        always=always(parts.tokenizer),
+    )
+    if not run.write(target, order, on_progress, stop):
+        return False, {"answers": str(Places(order).answers)}
+    torch.set_num_threads(_threads(settings))  # the rest is torch's own work
+    outcome = run.train(target, order, on_progress, stop, restart)
+    facts = {"out": order.out, "steps": outcome.steps, "bytes": outcome.size, "held_out": outcome.figures}
+    return outcome.finished, facts
+
+
+def training_report(log: Path, benches: Sequence[Path]) -> tuple[str, str]:
+    """The curves (SVG) and the card (Markdown) of a training log, with what `forespeak bench` measured since."""
+    from drafters.training.report import report
+
+    return report(log, benches)

@@ -9,6 +9,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
@@ -16,7 +17,7 @@ from server.api_error import ApiError, invalid
 from server.messages import plain_messages
 from server.openai_types import chat_logprobs_wanted
 from server.protocol import Chat, choose_codec
-from server.service import Service
+from server.service import Caller, Service
 from server.session import CLOSE_NO_KEY, CLOSE_RESTART, CLOSE_SLOW, CLOSE_TOO_MANY, Begin, Session, SessionSettings
 from server.stream import ChatStream
 from server.tool_shapes import CallReader
@@ -178,7 +179,8 @@ class Connection:
         self._wake.set()
 
     async def _begin(self, stream: ChatStream, chat: Chat) -> None:
-        service, arrival = self._service, time.perf_counter()
+        # The key may have come in a message, after the handshake.
+        service, caller = self._service, replace(Caller.of(self._websocket), tenant=stream.tenant)
         service.check_open()
         service.check_model(chat.model)
         if chat.n is not None and chat.n != 1:
@@ -187,9 +189,7 @@ class Connection:
         tools = service.tools(chat.tools, chat.tool_choice, chat.parallel_tool_calls)
         stream.reader = CallReader(tools) if tools is not None else None
         prompt = await service.chat_prompt(plain_messages(chat.messages, self._limits), tools)
-        prepared = service.prepare(
-            prompt, chat, tenant=stream.tenant, arrival=arrival, logprobs=stream.top_logprobs, tools=tools
-        )
+        prepared = service.prepare(prompt, chat, caller, logprobs=stream.top_logprobs, tools=tools)
 
         def notify() -> None:
             stream.on_progress(time.monotonic())

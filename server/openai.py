@@ -8,7 +8,6 @@ are equal.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +23,7 @@ from server.httpio import DONE_EVENT, EventStream, Gone, json_response, read_bod
 from server.messages import plain_messages
 from server.openai_shapes import ChatShape, CompletionShape, Shape
 from server.openai_types import ChatRequest, CompletionRequest, TokenizeRequest
-from server.service import Prepared, Service
+from server.service import Caller, Prepared, Service
 
 _chat = TypedDecoder[ChatRequest](ChatRequest)
 _completion = TypedDecoder[CompletionRequest](CompletionRequest)
@@ -141,8 +140,8 @@ async def respond(request: Request, answer: Answer, shape: Shape, stream: bool, 
 
 
 async def chat_completions(request: Request) -> Response:
-    arrival = time.perf_counter()
     service: Service = request.app.state.service
+    caller = Caller.of(request)
     service.check_open()
     body = _chat.decode(await read_body(request, service.limits.body_bytes))
     service.check_model(body.model)
@@ -150,14 +149,14 @@ async def chat_completions(request: Request) -> Response:
     top = openai_types.chat_logprobs_wanted(body.logprobs, body.top_logprobs, service.limits)
     tools = service.tools(body.tools, body.tool_choice, body.parallel_tool_calls)
     prompt = await service.chat_prompt(plain_messages(body.messages, service.limits), tools)
-    prepared = service.prepare(prompt, body, tenant=request.state.tenant, arrival=arrival, logprobs=top, tools=tools)
+    prepared = service.prepare(prompt, body, caller, logprobs=top, tools=tools)
     answer = begin(service, [prepared])
     return await respond(request, answer, ChatShape(service, top, tools, prepared.n), bool(body.stream), with_usage)
 
 
 async def completions(request: Request) -> Response:
-    arrival = time.perf_counter()
     service: Service = request.app.state.service
+    caller = Caller.of(request)
     service.check_open()
     body = _completion.decode(await read_body(request, service.limits.body_bytes))
     service.check_model(body.model)
@@ -172,11 +171,7 @@ async def completions(request: Request) -> Response:
         else:
             service.check_prompt_ids(prompt)
             ids = prompt
-        prepared.append(
-            service.prepare(
-                ids, body, tenant=request.state.tenant, arrival=arrival, logprobs=top, param="prompt", continuation=True
-            )
-        )
+        prepared.append(service.prepare(ids, body, caller, logprobs=top, param="prompt", continuation=True))
     echoes: list[str] = []
     if body.echo:
         texts = [p if isinstance(p, str) else service.text.tokenizer.decode(p) for p in prompts]

@@ -5,7 +5,6 @@ Knows conversations by id; refuses to know the wording of events (response_build
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
@@ -25,7 +24,7 @@ from server.responses_types import (
     sampling_options,
     wanted_logprobs,
 )
-from server.service import Prepared, Service
+from server.service import Caller, Prepared, Service
 
 _decoder = TypedDecoder[ResponsesRequest](ResponsesRequest)
 
@@ -39,14 +38,14 @@ class Plan:
     conversation: Messages  # without instructions, which are not carried over
 
 
-async def plan(service: Service, body: ResponsesRequest, tenant: str, arrival: float, *histories: Histories) -> Plan:
+async def plan(service: Service, body: ResponsesRequest, caller: Caller, *histories: Histories) -> Plan:
     """Check everything about a request. Raises ApiError naming the field; previous_response_not_found for an unknown id."""
     service.check_open()
     service.check_model(body.model)
     check_supported(body)
     earlier: Messages = []
     if body.previous_response_id is not None:
-        found = next((h for each in histories if (h := each.get(tenant, body.previous_response_id)) is not None), None)
+        found = next((h for each in histories if (h := each.get(caller.tenant, body.previous_response_id)) is not None), None)
         if found is None:
             raise previous_not_found(body.previous_response_id)
         earlier = found
@@ -60,7 +59,7 @@ async def plan(service: Service, body: ResponsesRequest, tenant: str, arrival: f
     instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
     prompt = await service.chat_prompt([*instructions, *conversation], tools)
     options = sampling_options(body)
-    prepared = service.prepare(prompt, options, tenant=tenant, arrival=arrival, logprobs=top, param="input", tools=tools)
+    prepared = service.prepare(prompt, options, caller, logprobs=top, param="input", tools=tools)
     return Plan(prepared, builder, conversation)
 
 
@@ -86,16 +85,15 @@ async def run(plan: Plan, answer: Answer, remember: Callable[[str, Messages], No
 
 
 async def responses(request: Request) -> Response:
-    arrival = time.perf_counter()
     service: Service = request.app.state.service
     histories: Histories = request.app.state.histories
-    tenant: str = request.state.tenant
+    caller = Caller.of(request)
     body = _decoder.decode(await read_body(request, service.limits.body_bytes))
-    made = await plan(service, body, tenant, arrival, histories)
+    made = await plan(service, body, caller, histories)
 
     def remember(response_id: str, messages: Messages) -> None:
         if body.store is not False:
-            histories.put(tenant, response_id, messages)
+            histories.put(caller.tenant, response_id, messages)
 
     if made.prepared is None:
         remember(made.builder.id, made.conversation)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +21,7 @@ from server.httpio import encode_json
 from server.openai import begin
 from server.responses import plan, run
 from server.responses_types import ResponseCreate, ResponseSteer, SocketMessage
-from server.service import Service
+from server.service import Caller, Service
 from server.session import CLOSE_RESTART, CLOSE_SLOW
 
 log = logging.getLogger("forespeak.server")
@@ -162,7 +161,7 @@ class _Connection:
                 self._busy -= 1
 
     async def _turn(self, body: ResponseCreate) -> None:
-        made = await plan(self._service, body, self._tenant, time.perf_counter(), self._histories, self._shared)
+        made = await plan(self._service, body, Caller.of(self._websocket), self._histories, self._shared)
         made.builder.stream_id = body.stream_id
 
         def remember(response_id: str, messages: list[dict[str, Any]]) -> None:

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 
 import uvicorn
@@ -39,6 +40,7 @@ from server.session import SessionSettings
 from server.settings import Settings
 from server.template import ChatTemplate
 from server.tokenizer import load_tokenizer
+from server.tracing import Tracing, open_tracing
 from server.ws_protocol import WebSocketProtocol
 from spec.errors import ConfigError
 
@@ -58,6 +60,7 @@ class ServeOptions:
     limits: Limits = field(default_factory=Limits)
     policy: RestartPolicy = field(default_factory=RestartPolicy)
     on_listening: Callable[[int], None] = lambda port: None  # called with the port
+    tracing: Tracing | None = None  # instead of what the settings say
 
 
 def serve(settings: Settings, options: ServeOptions = ServeOptions()) -> int:
@@ -121,6 +124,7 @@ class Server:
         self._stop = asyncio.Event()
         self._signals = 0
         self._metrics = Metrics(settings.metrics_prefix)
+        self._tracing = options.tracing or open_tracing(settings.otlp_endpoint, version("forespeak"))
 
     @property
     def engine_pid(self) -> int:
@@ -142,8 +146,9 @@ class Server:
         )
         limits = self._options.limits
         self._service = Service(
-            self._model_name(), self._engine, self._text, limits, self._metrics, self._settings.seed, self._settings.log_prompts
-        )
+            self._model_name(), self._engine, self._text, limits, self._metrics, self._settings.seed,
+            self._settings.log_prompts, self._tracing,
+        )  # fmt: skip
         self._sockets = Sockets(
             SessionSettings(limits, self._text.tokenizer, self._hello, self._gate.keys.tenant_of, Resumables(limits))
         )

@@ -14,9 +14,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
+from starlette.requests import HTTPConnection
 
 from server.api_error import ApiError, from_request_error, invalid
 from server.decoding import check_depth
@@ -31,6 +33,7 @@ from server.options import SamplingOptions, choices, sampling_params, speculatio
 from server.ports import TextTools
 from server.text import StopMatcher, TextStream
 from server.tools import Tools, read_tools
+from server.tracing import NoTracing, Tracing
 from server.wire import Ready
 from spec.errors import RequestError
 from spec.request import Request, SamplingParams, SpeculationPolicy
@@ -42,6 +45,20 @@ TOKENISER_THREADS = 2
 
 
 @dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks, since when, and within which trace of theirs."""
+
+    tenant: str
+    arrival: float  # seconds of time.perf_counter()
+    traceparent: str = ""  # W3C trace context, "" when none came
+
+    @classmethod
+    def of(cls, connection: HTTPConnection) -> Caller:
+        """Of a request or a socket that has passed the guard, arriving now."""
+        return cls(connection.state.tenant, time.perf_counter(), connection.headers.get("traceparent", ""))
+
+
+@dataclass(frozen=True, slots=True)
 class Prepared:
     """A request that passed every check; `n` choices of it can be begun."""
 
@@ -49,9 +66,8 @@ class Prepared:
     sampling: SamplingParams
     policy: SpeculationPolicy
     stops: tuple[str, ...]
-    tenant: str
+    caller: Caller
     n: int
-    arrival: float  # seconds of time.perf_counter()
     continuation: bool = False  # the answer's text goes on after a raw prompt
 
 
@@ -67,6 +83,7 @@ class Service:
         metrics: Metrics,
         seed: int = 0,
         log_prompts: bool = False,
+        tracing: Tracing | None = None,
     ) -> None:
         self.model = model
         self.created = int(time.time())
@@ -77,6 +94,7 @@ class Service:
         self.admission = Admission(limits)
         self.draining = False
         self._log_prompts = log_prompts
+        self._tracing = tracing or NoTracing()
         self._ids = itertools.count(1)
         self._seeds: random.Random = random.Random(seed) if seed else secrets.SystemRandom()
         self._pool = ThreadPoolExecutor(TOKENISER_THREADS, thread_name_prefix="tokeniser")
@@ -153,9 +171,8 @@ class Service:
         self,
         prompt_ids: Sequence[int],
         options: SamplingOptions,
+        caller: Caller,
         *,
-        tenant: str,
-        arrival: float,
         logprobs: int | None = None,
         param: str = "messages",
         continuation: bool = False,
@@ -187,15 +204,14 @@ class Service:
             sampling=sampling,
             policy=speculation_policy(options.speculation, ready.drafters),
             stops=stop_strings(options.stop, self.limits),
-            tenant=tenant,
+            caller=caller,
             n=choices(options.n, self.limits),
-            arrival=arrival,
             continuation=continuation,
         )
 
     def begin(self, prepared: Prepared, notify: Callable[[], None]) -> list[Generation]:
         """Hand `n` choices to the engine. Raises ApiError 429 over the key's limit. `notify` may be called before this returns."""
-        self.admission.take_requests(prepared.tenant, prepared.n)
+        self.admission.take_requests(prepared.caller.tenant, prepared.n)
         generations = [self._generation(prepared, index, notify) for index in range(prepared.n)]
         self._idle.clear()
         if self._log_prompts:
@@ -215,19 +231,21 @@ class Service:
             prompt_ids=prepared.prompt_ids,
             sampling=sampling,
             speculation=prepared.policy,
-            tenant=prepared.tenant,
+            tenant=prepared.caller.tenant,
             arrival=time.time(),
         )
         text = TextStream(self.text.tokenizer, continuation=prepared.continuation)
         stops = StopMatcher(prepared.stops) if prepared.stops else None
-        return Generation(request, text, stops, notify, self._on_end, self.metrics, prepared.arrival)
+        on_end = partial(self._on_end, prepared.caller)
+        return Generation(request, text, stops, notify, on_end, self.metrics, prepared.caller.arrival)
 
-    def _on_end(self, generation: Generation) -> None:
+    def _on_end(self, caller: Caller, generation: Generation) -> None:
         self._running.pop(generation.request.id, None)
         self.engine.cancel(generation.request.id)  # no effect when the engine ended it itself
         self.admission.give_requests(generation.request.tenant)
         figures, now = generation.figures, time.perf_counter()
         self.metrics.on_end(str(generation.finish_reason), figures, now)
+        self._tracing.on_end(generation, self.model, caller.traceparent)
         event(
             log, "answer", request=generation.request.id, tenant=generation.request.tenant or "-",
             reason=generation.finish_reason, prompt_tokens=figures.prompt_tokens, cached_tokens=figures.cached_tokens,
@@ -259,3 +277,4 @@ class Service:
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self._tracing.close()

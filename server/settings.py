@@ -42,6 +42,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     metrics_prefix: str = "forespeak:"
     log_prompts: bool = False
     log_json: bool = False  # one JSON object a line instead of plain text
+    otlp_endpoint: str = ""  # OpenTelemetry spans go here, for example http://127.0.0.1:4318/v1/traces; "" = none
     # how it computes
     device: Literal["cpu", "cuda"] = "cpu"
     backend: Literal["auto", "native", "reference", "triton"] = "auto"

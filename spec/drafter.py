@@ -27,6 +27,8 @@ class SequenceView(Protocol):
     @property
     def prompt_len(self) -> int: ...
     @property
+    def num_kv(self) -> int: ...  # leading tokens whose keys the target has committed
+    @property
     def page_ids(self) -> list[int]: ...  # pages of positions 0.., reserved for this step's window too
     @property
     def tenant(self) -> str: ...

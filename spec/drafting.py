@@ -42,7 +42,7 @@ class DraftTeam:
         self.speculator_faults = 0
         self.seconds = {drafter.name: 0.0 for drafter in drafters}
         self.faults = {drafter.name: 0 for drafter in drafters}
-        self.last_ms: dict[str, float] = {}  # drafting time of the latest step
+        self.last_ms: dict[str, float] = {}  # drafting time of the latest step that decoded
         self._members = [_Member(drafter, drafter.name) for drafter in drafters]
         self._speculator = speculator
         self._vocab_size = vocab_size
@@ -76,8 +76,8 @@ class DraftTeam:
     def close(self, seq_id: int) -> None:
         """The sequence left: finished, cancelled or preempted."""
         for member in list(self._members):
-            member.serves.discard(seq_id)
-            if seq_id in member.opened:
+            if seq_id in member.serves:  # it was told of the prompt's chunks even where decoding never began
+                member.serves.discard(seq_id)
                 member.opened.discard(seq_id)
                 try:
                     member.drafter.close(seq_id)
@@ -88,6 +88,7 @@ class DraftTeam:
 
     def budgets(self, sequences: Sequence[EngineSequence], limits: Sequence[Limit], load: Load) -> list[Budget] | None:
         """What each sequence may draft now; None when nobody may, and then the step is plain decoding."""
+        self.last_ms = {}
         if not any(limit.max_nodes for limit in limits):
             return None
         try:
@@ -101,7 +102,6 @@ class DraftTeam:
 
     def propose(self, sequences: Sequence[EngineSequence], budgets: Sequence[Budget]) -> list[DraftTree] | None:
         """One tree per sequence, merged and priced by the speculator; None when nothing was drafted."""
-        self.last_ms = {}
         proposals: dict[str, Sequence[Proposal]] = {}
         for member in list(self._members):
             opened = member.opened
@@ -179,8 +179,8 @@ class DraftTeam:
         if self.speculator_faults == MAX_FAULTS:
             log.warning("speculation is switched off after %d faults; the last one: %s raised %r", MAX_FAULTS, method, error)
             for member in self._members:
-                for opened in member.opened:
-                    _quietly(member.drafter.close, opened)
+                for served in member.serves:
+                    _quietly(member.drafter.close, served)
             self._members.clear()
 
     def _fault(self, member: _Member, seq_id: int | None, what: str) -> None:
@@ -194,8 +194,8 @@ class DraftTeam:
         if member.faults == MAX_FAULTS and member in self._members:
             self._members.remove(member)
             log.warning("drafter %s is switched off after %d faults; the last one: %s", member.name, MAX_FAULTS, what)
-            for opened in member.opened:
-                _quietly(member.drafter.close, opened)
+            for served in member.serves:
+                _quietly(member.drafter.close, served)
 
 
 def find_flaw(proposal: Proposal, budget: Budget, vocab_size: int) -> str | None:

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from drafters.head_models import FORMAT, MedusaHeads, RecurrentHead, load_heads, torch_linear
 from drafters.heads import HeadsDrafter, native_linear
+from drafters.tensor_file import TensorFile
 from kernels.decoder import DecoderShape, DecoderWeights
 from kernels.linear import DenseWeight
 from kernels.native import load as load_native
@@ -342,8 +343,6 @@ def test_a_larger_vocabulary_is_cut_to_real_tokens(tmp_path: Path, target: Targe
     for name in tensors:
         if name.endswith("1.weight") and "linear" not in name:
             tensors[name][VOCAB:] *= 100.0
-    model = load_heads(
-        write(tmp_path / "m.safetensors", tensors), hidden=HIDDEN, vocab_size=VOCAB, embedding=target.weights.embedding
-    )
+    model = load_heads(TensorFile.open(write(tmp_path / "m.safetensors", tensors)), target)
     assert isinstance(model, MedusaHeads)
     assert model.scores(torch.ones(1, HIDDEN), [0]).shape == (1, VOCAB)

@@ -49,6 +49,18 @@ class LayerWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class Fusion:
+    """The first layer's input made of a token and features that came with it (EAGLE, Li et al. 2024):
+
+    x = weight [ rms(features) * feature_norm ; rms(embedding of the token) * token_norm ]
+    """
+
+    feature_norm: torch.Tensor  # [features] float32
+    token_norm: torch.Tensor  # [hidden] float32
+    weight: Weight  # [hidden, features + hidden]
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderWeights:
     embedding: Weight  # [rows >= vocab_size, hidden]; row lookups only
     layers: tuple[LayerWeights, ...]
@@ -56,6 +68,7 @@ class DecoderWeights:
     lm_head: Weight  # [vocab_size, hidden]; may share tensors with `embedding`
     rope_cos: torch.Tensor  # [max_position, head_dim / 2] float32, attention factor of yarn included
     rope_sin: torch.Tensor  # [max_position, head_dim / 2] float32; rotation pairs channel i with i + head_dim / 2
+    fusion: Fusion | None = None  # None: a token's embedding alone is the first layer's input
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,3 +86,21 @@ class Decoder(Protocol):
     shape: DecoderShape
 
     def forward(self, inputs: StepInputs, store: KVTensors, need_logits: bool) -> DecoderOutput: ...
+
+
+class FusedDecoder(Protocol):
+    """A decoder with a fusion: every node comes with `features` [N, width] float32."""
+
+    shape: DecoderShape
+
+    def forward(
+        self, inputs: StepInputs, store: KVTensors, need_logits: bool, features: torch.Tensor | None = None
+    ) -> DecoderOutput: ...
+
+
+class HostDecoder(Decoder, Protocol):
+    """A decoder that others can sit beside."""
+
+    def beside(self, shape: DecoderShape, weights: DecoderWeights) -> FusedDecoder:
+        """A decoder of the same kind on the same device that reads token rows from this one's embedding, whatever its own weights
+        say: they are not held twice."""

@@ -20,13 +20,20 @@ struct Model {
     std::vector<Layer> layers;
     Packed own_embedding;  // empty when the rows of `head` serve as embedding
     Packed head;
-    std::vector<float> final_norm, cos, sin;
+    Packed fusion;  // [hidden, features + hidden]; empty when tokens alone are the input
+    std::vector<float> final_norm, cos, sin, feature_norm, token_norm;
     Arena arena;
 
-    const Packed& embedding() const { return own_embedding.data != nullptr ? own_embedding : head; }
+    const Packed* lent_embedding = nullptr;  // of a model that outlives this one
+
+    const Packed& embedding() const {
+        if (lent_embedding != nullptr) return *lent_embedding;
+        return own_embedding.data != nullptr ? own_embedding : head;
+    }
+    bool fused() const { return fusion.data != nullptr; }
 };
 
-constexpr int kProfileOps = 14;  // entries of a profile, in the order of Op in native.cpp
+constexpr int kProfileOps = 16;  // entries of a profile, in the order of Op in native.cpp
 
 // Buffers of a forward, different for each instruction set.
 struct DecoderStateBase {

@@ -18,7 +18,7 @@
 
 namespace fs::FS_ISA {
 
-enum class Op { Embed, AttentionInput, Qkv, Rotate, Attend, OutputInput, Output, MlpInput, GateUp, DownInput, Down, FinalNorm, HeadInput, Head };
+enum class Op { Embed, FusionInput, Fusion, AttentionInput, Qkv, Rotate, Attend, OutputInput, Output, MlpInput, GateUp, DownInput, Down, FinalNorm, HeadInput, Head };
 static_assert(static_cast<int>(Op::Head) + 1 == kProfileOps);
 
 // Up to this many nodes each thread prepares the inputs of a linear layer for itself.
@@ -63,11 +63,13 @@ class Forward {
         phase_ = phase;
         switch (op) {
             case Op::Embed: embed(begin, end); break;
+            case Op::FusionInput:
             case Op::AttentionInput:
             case Op::OutputInput:
             case Op::MlpInput:
             case Op::DownInput:
             case Op::HeadInput: shared_input(op, layer, begin, end); break;
+            case Op::Fusion: linear_store(m_.fusion, input(Op::FusionInput, -1, thread), s_.nodes, begin, end, scratch(thread), s_.x.data(), hidden()); break;
             case Op::Qkv: qkv(m_.layers[static_cast<size_t>(layer)], input(Op::AttentionInput, layer, thread), begin, end, thread); break;
             case Op::Rotate: rotate(layer, begin, end, thread); break;
             case Op::Attend: attend(layer, begin, end, thread); break;
@@ -92,6 +94,7 @@ class Forward {
     }
 
     static int input_width(const Model& m, Op op) {
+        if (op == Op::FusionInput) return m.shape.features + m.shape.hidden;
         if (op == Op::OutputInput) return m.shape.q_heads * m.shape.head_dim;
         return op == Op::DownInput ? m.shape.intermediate : m.shape.hidden;
     }
@@ -111,8 +114,8 @@ class Forward {
     std::pair<bool, bool> forms(Op op, int layer) const {
         bool quantised = false, dense = false;
         const auto see = [&](const Packed& w) { (is_quantised(w.kind) ? quantised : dense) = true; };
-        if (op == Op::HeadInput) {
-            see(m_.head);
+        if (op == Op::HeadInput || op == Op::FusionInput) {
+            see(op == Op::HeadInput ? m_.head : m_.fusion);
             return {quantised, dense};
         }
         const Layer& l = m_.layers[static_cast<size_t>(layer)];
@@ -134,6 +137,7 @@ class Forward {
     // Whether the layers behind `op` read rows of 16 bits; they agree (checked when the decoder is made).
     bool wide(Op op, int layer) const {
         if (op == Op::HeadInput) return m_.head.wide;
+        if (op == Op::FusionInput) return m_.fusion.wide;
         const Layer& l = m_.layers[static_cast<size_t>(layer)];
         if (op == Op::AttentionInput) return l.slot[FS_SLOT_Q].wide || l.slot[FS_SLOT_K].wide || l.slot[FS_SLOT_V].wide;
         if (op == Op::OutputInput) return l.slot[FS_SLOT_O].wide;
@@ -146,7 +150,9 @@ class Forward {
         const int width = input_width(m_, op);
         float* target = values + static_cast<size_t>(r) * static_cast<size_t>(width);
         const float* source = target;
-        if (op == Op::AttentionInput || op == Op::MlpInput) {
+        if (op == Op::FusionInput) {
+            fuse_row(r, target);
+        } else if (op == Op::AttentionInput || op == Op::MlpInput) {
             const Layer& l = m_.layers[static_cast<size_t>(layer)];
             const float* weight = op == Op::AttentionInput ? l.attention_norm.data() : l.mlp_norm.data();
             rms_norm_row(s_.x.data() + static_cast<size_t>(r) * hidden(), weight, width, m_.shape.norm_eps, target);
@@ -159,6 +165,16 @@ class Forward {
         }
         if (quantised) quantise_row(source, width, r, wide(op, layer), codes);
         if (source != target && forms(op, layer).second) std::memcpy(target, source, static_cast<size_t>(width) * sizeof(float));
+    }
+
+    // [ norm(features) ; norm(embedding of the token) ] of one node.
+    void fuse_row(int r, float* target) {
+        const int width = m_.shape.features;
+        const float* features = s_.step->features + static_cast<size_t>(r) * static_cast<size_t>(width);
+        rms_norm_row(features, m_.feature_norm.data(), width, m_.shape.norm_eps, target);
+        float* token = target + width;
+        unpack_row(m_.embedding(), s_.step->input_ids[r], token);
+        rms_norm_row(token, m_.token_norm.data(), m_.shape.hidden, m_.shape.norm_eps, token);
     }
 
     void shared_input(Op op, int layer, int begin, int end) {
@@ -291,7 +307,12 @@ inline void list_phases(DecoderState& s, int head_rows) {
     const auto input = [&](Op op, int layer, int rows) {
         if (rows > kPrivateRows) add(op, layer, {run_phase, rows, rows >= 32 ? kGroup : 1, 64});
     };
-    add(Op::Embed, -1, by_row);
+    if (m.fused()) {
+        input(Op::FusionInput, -1, s.nodes);
+        add(Op::Fusion, -1, tiles_phase(m.fusion));
+    } else {
+        add(Op::Embed, -1, by_row);
+    }
     for (int layer = 0; layer < m.shape.layers; ++layer) {
         const auto& slot = m.layers[static_cast<size_t>(layer)].slot;
         input(Op::AttentionInput, layer, s.nodes);
@@ -318,7 +339,7 @@ inline void reserve(DecoderState& s, int threads) {
     const int q_width = shape.q_heads * shape.head_dim, kv_width = shape.kv_heads * shape.head_dim;
     s.q_stride = static_cast<size_t>(q_width);
     s.kv_stride = static_cast<size_t>(kv_width);
-    const int widest = std::max({shape.hidden, q_width, shape.intermediate});
+    const int widest = std::max({shape.hidden + shape.features, q_width, shape.intermediate});
     const int rows = std::max(s.nodes, s.step->scored);
     grow(s.x, n * static_cast<size_t>(shape.hidden));
     grow(s.q, n * s.q_stride);

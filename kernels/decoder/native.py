@@ -14,11 +14,13 @@ from kernels.native import NativeError, NativeLibrary, require
 from kernels.native.library import ShapeData, check
 from kernels.native.tensors import address, step_data, store_data, weight_data
 
-_ATTENTION_NORM, _MLP_NORM, _Q_NORM, _K_NORM, _FINAL_NORM, _COS, _SIN = range(7)
-_EMBEDDING, _HEAD = range(2)
+_ATTENTION_NORM, _MLP_NORM, _Q_NORM, _K_NORM, _FINAL_NORM, _COS, _SIN, _FEATURE_NORM, _TOKEN_NORM = range(9)
+_EMBEDDING, _HEAD, _FUSION = range(3)
 
 PHASES = (
     "embed",
+    "fusion input",
+    "fusion",
     "attention input",
     "q k v",
     "rotate and write",
@@ -58,21 +60,36 @@ class NativeDecoder:
         *,
         isa: str | None = None,
         library: NativeLibrary | None = None,
+        embedding_of: NativeDecoder | None = None,
     ) -> None:
+        """`embedding_of`: read token rows from that decoder's packed embedding instead of packing `weights.embedding`."""
         library = library or require()
         _check_sizes(shape, weights)
         self.shape = shape
         self._library = library
         self._team = library.team(threads)
-        self._handle: int = library.c.fs_decoder_create(library.isa(isa), _shape_data(shape))
+        self._lender = embedding_of  # keeps what is read from it alive
+        features = 0 if weights.fusion is None else weights.fusion.feature_norm.numel()
+        self._features = features
+        self._handle: int = library.c.fs_decoder_create(library.isa(isa), _shape_data(shape, features))
         for index, layer in enumerate(weights.layers):
             self._set_layer(index, layer)
         self._set_weight(-1, _HEAD, weights.lm_head)
-        if _storage(weights.embedding) != _storage(weights.lm_head):
+        if embedding_of is not None:
+            check(library.c.fs_decoder_lend_embedding(self._handle, embedding_of._handle))
+        elif _storage(weights.embedding) != _storage(weights.lm_head):
             self._set_weight(-1, _EMBEDDING, weights.embedding)
+        if weights.fusion is not None:
+            self._set_weight(-1, _FUSION, weights.fusion.weight)
+            self._set_vector(-1, _FEATURE_NORM, weights.fusion.feature_norm)
+            self._set_vector(-1, _TOKEN_NORM, weights.fusion.token_norm)
         self._set_vector(-1, _FINAL_NORM, weights.final_norm)
         self._set_vector(-1, _COS, weights.rope_cos)
         self._set_vector(-1, _SIN, weights.rope_sin)
+
+    def beside(self, shape: DecoderShape, weights: DecoderWeights) -> NativeDecoder:
+        """Shares the packed embedding and the thread team."""
+        return NativeDecoder(shape, weights, self._team.threads, library=self._library, embedding_of=self)
 
     def __del__(self) -> None:
         handle = getattr(self, "_handle", None)
@@ -96,28 +113,42 @@ class NativeDecoder:
         pointer = address(values, torch.float32, "norms and rotary tables")
         check(self._library.c.fs_decoder_set_vector(self._handle, layer, which, pointer, values.numel()))
 
-    def forward(self, inputs: StepInputs, store: KVTensors, need_logits: bool) -> DecoderOutput:
-        """One pass. Raises NativeError, having computed nothing, when an index is out of bounds."""
-        return self._forward(inputs, store, need_logits, None)
+    def forward(
+        self, inputs: StepInputs, store: KVTensors, need_logits: bool, features: torch.Tensor | None = None
+    ) -> DecoderOutput:
+        """One pass. Raises NativeError, having computed nothing, when an index is out of bounds or features do not fit."""
+        return self._forward(inputs, store, need_logits, features, None)
 
-    def profile(self, inputs: StepInputs, store: KVTensors, need_logits: bool = False) -> dict[str, float]:
+    def profile(
+        self, inputs: StepInputs, store: KVTensors, need_logits: bool = False, features: torch.Tensor | None = None
+    ) -> dict[str, float]:
         """Seconds the caller's thread spent in each kind of phase of one pass, waiting included."""
         seconds = (c_double * len(PHASES))()
-        self._forward(inputs, store, need_logits, seconds)
+        self._forward(inputs, store, need_logits, features, seconds)
         return dict(zip(PHASES, seconds, strict=True))
 
     def _forward(
-        self, inputs: StepInputs, store: KVTensors, need_logits: bool, profile: Array[c_double] | None
+        self,
+        inputs: StepInputs,
+        store: KVTensors,
+        need_logits: bool,
+        features: torch.Tensor | None,
+        profile: Array[c_double] | None,
     ) -> DecoderOutput:
         scored = inputs.score_rows.shape[0]
         hidden = torch.empty(inputs.num_nodes, self.shape.hidden)
         argmax = torch.empty(scored, dtype=torch.int32)
         logits = torch.empty(scored, self.shape.vocab_size) if need_logits else None
+        step = step_data(inputs)
+        if features is not None:
+            if features.shape != (inputs.num_nodes, self._features):
+                raise NativeError(f"features are {list(features.shape)}, expected {[inputs.num_nodes, self._features]}")
+            step.features = address(features, torch.float32, "features")
         check(
             self._library.c.fs_decoder_forward(
                 self._handle,
                 self._team.handle,
-                step_data(inputs),
+                step,
                 store_data(store),
                 hidden.data_ptr(),
                 argmax.data_ptr(),
@@ -128,7 +159,7 @@ class NativeDecoder:
         return DecoderOutput(hidden=hidden, argmax=argmax, logits=logits)
 
 
-def _shape_data(shape: DecoderShape) -> ShapeData:
+def _shape_data(shape: DecoderShape, features: int) -> ShapeData:
     return ShapeData(
         shape.layers,
         shape.hidden,
@@ -139,6 +170,7 @@ def _shape_data(shape: DecoderShape) -> ShapeData:
         shape.vocab_size,
         shape.max_position,
         shape.sliding_window or 0,
+        features,
         shape.norm_eps,
         shape.attention_scale,
     )
@@ -160,6 +192,11 @@ def _check_sizes(shape: DecoderShape, weights: DecoderWeights) -> None:
             (f"layer {i} up", layer.up, shape.intermediate, shape.hidden),
             (f"layer {i} down", layer.down, shape.hidden, shape.intermediate),
         ]
+    vectors = [("final_norm", weights.final_norm, shape.hidden)]
+    if weights.fusion is not None:
+        features = weights.fusion.feature_norm.numel()
+        expected.append(("fusion", weights.fusion.weight, shape.hidden, features + shape.hidden))
+        vectors.append(("token_norm", weights.fusion.token_norm, shape.hidden))
     for name, weight, out, width in expected:
         if (weight.out_features, weight.in_features) != (out, width):
             raise NativeError(f"{name} is {weight.out_features} x {weight.in_features}, expected {out} x {width}")
@@ -167,7 +204,6 @@ def _check_sizes(shape: DecoderShape, weights: DecoderWeights) -> None:
         for name, together in (("q, k and v", (layer.q, layer.k, layer.v)), ("gate and up", (layer.gate, layer.up))):
             if len({w.activation_bits for w in together if isinstance(w, BlockWeight)}) > 1:
                 raise NativeError(f"layer {i}: {name} read the same rows, so their activation_bits must agree")
-    vectors = [("final_norm", weights.final_norm, shape.hidden)]
     for i, layer in enumerate(weights.layers):
         vectors += [
             (f"layer {i} attention_norm", layer.attention_norm, shape.hidden),

@@ -6,6 +6,8 @@ Slow and obvious: the definition that the faster decoders are tested against. Ru
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from kernels.batch import KVTensors, StepInputs
@@ -26,16 +28,30 @@ class ReferenceDecoder:
         self.shape = shape
         self.weights = weights
 
-    def forward(self, inputs: StepInputs, store: KVTensors, need_logits: bool) -> DecoderOutput:
+    def beside(self, shape: DecoderShape, weights: DecoderWeights) -> ReferenceDecoder:
+        return ReferenceDecoder(shape, replace(weights, embedding=self.weights.embedding))
+
+    def forward(
+        self, inputs: StepInputs, store: KVTensors, need_logits: bool, features: torch.Tensor | None = None
+    ) -> DecoderOutput:
         shape, weights = self.shape, self.weights
         paths = key_slots(inputs, store.page_size, shape.sliding_window)
-        x = lookup(weights.embedding, inputs.input_ids)  # [N, hidden]
+        x = self._input(lookup(weights.embedding, inputs.input_ids), features)  # [N, hidden]
         for index, layer in enumerate(weights.layers):
             x = x + self._attention(x, layer, inputs, store.k[index], store.v[index], paths)
             x = x + self._mlp(x, layer)
         hidden = rms_norm(x, weights.final_norm, shape.norm_eps)
         logits = linear(hidden[inputs.score_rows.long()], weights.lm_head)  # [R, vocab]
         return DecoderOutput(hidden=hidden, argmax=argmax(logits), logits=logits if need_logits else None)
+
+    def _input(self, tokens: torch.Tensor, features: torch.Tensor | None) -> torch.Tensor:
+        fusion, eps = self.weights.fusion, self.shape.norm_eps
+        if fusion is None or features is None:
+            if fusion is not None or features is not None:
+                raise ValueError("features were given to a decoder that takes none, or none to one that needs them")
+            return tokens
+        parts = (rms_norm(features, fusion.feature_norm, eps), rms_norm(tokens, fusion.token_norm, eps))
+        return linear(torch.cat(parts, dim=1), fusion.weight)
 
     def _attention(
         self,

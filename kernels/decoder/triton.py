@@ -56,10 +56,15 @@ class TritonDecoder:
         self.invariant = invariant
         self._fused = [_Fused(stack((w.q, w.k, w.v)), stack((w.gate, w.up))) for w in weights.layers]
 
-    def forward(self, inputs: StepInputs, store: KVTensors, need_logits: bool) -> DecoderOutput:
+    def beside(self, shape: DecoderShape, weights: DecoderWeights) -> TritonDecoder:
+        return TritonDecoder(shape, replace(weights, embedding=self.weights.embedding), self.invariant)
+
+    def forward(
+        self, inputs: StepInputs, store: KVTensors, need_logits: bool, features: torch.Tensor | None = None
+    ) -> DecoderOutput:
         shape, weights = self.shape, self.weights
         norms = [layer.attention_norm for layer in weights.layers[1:]] + [weights.final_norm]
-        x = lookup(weights.embedding, inputs.input_ids)  # [N, hidden]
+        x = self._input(lookup(weights.embedding, inputs.input_ids), features)  # [N, hidden]
         normed = rms_norm(x, weights.layers[0].attention_norm, shape.norm_eps)
         for index, layer in enumerate(weights.layers):
             mixed = self._attention(normed, index, layer, inputs, store)
@@ -69,6 +74,15 @@ class TritonDecoder:
             normed, x = add_rms_norm(down, x, norms[index], shape.norm_eps)
         logits = linear(normed[inputs.score_rows.long()], weights.lm_head, self.invariant)  # [R, vocab]
         return DecoderOutput(hidden=normed, argmax=argmax(logits), logits=logits if need_logits else None)
+
+    def _input(self, tokens: torch.Tensor, features: torch.Tensor | None) -> torch.Tensor:
+        fusion, eps = self.weights.fusion, self.shape.norm_eps
+        if fusion is None or features is None:
+            if fusion is not None or features is not None:
+                raise ValueError("features were given to a decoder that takes none, or none to one that needs them")
+            return tokens
+        parts = (rms_norm(features, fusion.feature_norm, eps), rms_norm(tokens, fusion.token_norm, eps))
+        return linear(torch.cat(parts, dim=1), fusion.weight, self.invariant)
 
     def _attention(
         self, normed: torch.Tensor, index: int, layer: LayerWeights, inputs: StepInputs, store: KVTensors

@@ -112,8 +112,13 @@ fs_error check_store(const fs_shape& shape, const fs_store& store) {
 std::vector<float>* vector_of(Model& m, int layer, int which) {
     if (layer < 0) {
         if (which == FS_VEC_FINAL_NORM) return &m.final_norm;
-        if (which == FS_VEC_COS) return &m.cos;
-        return which == FS_VEC_SIN ? &m.sin : nullptr;
+        switch (which) {
+            case FS_VEC_COS: return &m.cos;
+            case FS_VEC_SIN: return &m.sin;
+            case FS_VEC_FEATURE_NORM: return &m.feature_norm;
+            case FS_VEC_TOKEN_NORM: return &m.token_norm;
+            default: return nullptr;
+        }
     }
     if (layer >= m.shape.layers) return nullptr;
     Layer& l = m.layers[static_cast<size_t>(layer)];
@@ -206,6 +211,10 @@ void fs_sample(const void* isa, void* team, const float* logits, int rows, int n
     static_cast<const Ops*>(isa)->sample(*static_cast<Team*>(team), logits, rows, n, temperature, top_k, top_p, min_p, uniforms, out_ids, out_p);
 }
 
+void fs_top_shares(const void* isa, void* team, const float* logits, int rows, int n, int k, const float* temperature, int32_t* ids, float* shares) {
+    static_cast<const Ops*>(isa)->top_shares(*static_cast<Team*>(team), logits, rows, n, k, temperature, ids, shares);
+}
+
 // What the machine can do at most (benchmarks): 0 bytes a second streamed, 1 int8 and 2 float32 multiply-adds a second.
 double fs_limit(const void* isa, void* team, int which, const uint8_t* data, int64_t bytes, int rounds) {
     const Ops& ops = *static_cast<const Ops*>(isa);
@@ -227,8 +236,18 @@ void fs_decoder_destroy(void* decoder) { delete static_cast<Decoder*>(decoder); 
 // layer >= 0: an fs_slot of that layer; layer -1: an fs_outer.
 int32_t fs_decoder_set_weight(void* decoder, int layer, int slot, const fs_weight* w) {
     Model& m = static_cast<Decoder*>(decoder)->model;
-    Packed* target = layer >= 0 ? &m.layers[static_cast<size_t>(layer)].slot[static_cast<size_t>(slot)] : (slot == FS_OUTER_HEAD ? &m.head : &m.own_embedding);
+    Packed* const outer[] = {&m.own_embedding, &m.head, &m.fusion};
+    Packed* target = layer >= 0 ? &m.layers[static_cast<size_t>(layer)].slot[static_cast<size_t>(slot)] : outer[slot];
     return pack(*w, m.arena, target) ? FS_OK : FS_NO_MEMORY;
+}
+
+// Token rows are read from `owner`'s embedding, which must live as long as this decoder.
+int32_t fs_decoder_lend_embedding(void* decoder, const void* owner) {
+    const Packed& embedding = static_cast<const Decoder*>(owner)->model.embedding();
+    Model& m = static_cast<Decoder*>(decoder)->model;
+    if (embedding.in != m.shape.hidden) return FS_BAD_SHAPE;
+    m.lent_embedding = &embedding;
+    return FS_OK;
 }
 
 int32_t fs_decoder_set_vector(void* decoder, int layer, int which, const float* values, int64_t n) {
@@ -244,6 +263,7 @@ int32_t fs_decoder_forward(void* decoder, void* team, const fs_step* step, const
     auto& d = *static_cast<Decoder*>(decoder);
     const fs_shape& shape = d.model.shape;
     fs_error error = check_store(shape, *store);
+    if (error == FS_OK && d.model.fused() != (step->features != nullptr)) error = FS_BAD_FEATURES;
     if (error == FS_OK) error = check_step(*step, *store, d.model.embedding().out, shape.max_position);
     if (error != FS_OK) return error;
     return d.ops->decoder_forward(*d.state, *static_cast<Team*>(team), *step, *store, hidden, argmax, logits, profile);

@@ -1,6 +1,7 @@
 // All ops, compiled once per instruction set: -DFS_ISA=<name> and the matching machine flags.
 #include "kernels/decoder/native.cpp"
 #include "kernels/sample/native.cpp"
+#include "kernels/top_shares/native.cpp"
 #include "kernels/tree_accept/native.cpp"
 #include "machine_limits.h"
 #include "ops.h"
@@ -133,6 +134,8 @@ void tree_attention(Team& team, const float* q, int q_heads, const fs_store& sto
     team.run(&job, &phase, 1);
 }
 
+constexpr int64_t kShareOut = 1 << 15;  // logits that are worth a second thread
+
 struct SampleJob {
     const float* logits;
     int n;
@@ -168,8 +171,36 @@ void sample(Team& team, const float* logits, int rows, int n, const float* tempe
     team.run(&job, &phase, 1);
 }
 
+struct TopSharesJob {
+    const float* logits;
+    int n;
+    int k;
+    const float* temperature;
+    int32_t* ids;
+    float* shares;
+};
+
+void top_shares_rows(void* p, int, int begin, int end, int) {
+    const auto& j = *static_cast<TopSharesJob*>(p);
+    const auto n = static_cast<size_t>(j.n), k = static_cast<size_t>(j.k);
+    for (int r = begin; r < end; ++r) {
+        const auto row = static_cast<size_t>(r);
+        top_shares_row(j.logits + row * n, j.n, j.k, j.temperature == nullptr ? 1.0f : j.temperature[r], j.ids + row * k, j.shares + row * k);
+    }
+}
+
+void top_shares(Team& team, const float* logits, int rows, int n, int k, const float* temperature, int32_t* ids, float* shares) {
+    TopSharesJob job{logits, n, k, temperature, ids, shares};
+    if (static_cast<int64_t>(rows) * n < kShareOut) {  // a few rows are done before a second thread would have begun
+        top_shares_rows(&job, 0, 0, rows, 0);
+        return;
+    }
+    const Phase phase{top_shares_rows, rows, 1, 1};
+    team.run(&job, &phase, 1);
+}
+
 const Ops kOps = {FS_TEXT(FS_ISA), quantise, linear, rms_norm, rope, kv_write, kv_move, tree_attention, tree_accept_rows, sample,
-                  limit_stream, limit_dot, limit_fma, make_decoder_state, decoder_forward};
+                  top_shares, limit_stream, limit_dot, limit_fma, make_decoder_state, decoder_forward};
 
 }  // namespace
 }  // namespace fs::FS_ISA

@@ -21,6 +21,7 @@ ERRORS = {
     4: "a row is malformed (row_ptr, words, page table or score rows)",
     5: "the store or the weights do not fit the decoder's shape",
     6: "out of memory",
+    7: "features were given to a decoder that takes none, or none to one that needs them",
 }
 
 
@@ -62,6 +63,7 @@ class StepData(Structure):
         ("page_table", c_void_p),
         ("kv_lens", c_void_p),
         ("score_rows", c_void_p),
+        ("features", c_void_p),
     ]
 
 
@@ -89,6 +91,7 @@ class ShapeData(Structure):
         ("vocab", c_int32),
         ("max_position", c_int32),
         ("window", c_int32),
+        ("features", c_int32),
         ("norm_eps", c_float),
         ("scale", c_float),
     ]
@@ -114,10 +117,12 @@ _SIGNATURES: dict[str, tuple[object, Sequence[object]]] = {
     "fs_tree_attention": (c_int32, [_P, _P, _P, c_int, POINTER(StoreData), c_int, POINTER(StepData), c_float, c_int, _P]),
     "fs_tree_accept": (None, [_P, _P, _P, _P, _P, c_int, c_int, _P, _P, _P]),
     "fs_sample": (None, [_P, _P, _P, c_int, c_int, _P, _P, _P, _P, _P, _P, _P]),
+    "fs_top_shares": (None, [_P, _P, _P, c_int, c_int, c_int, _P, _P, _P]),
     "fs_limit": (c_double, [_P, _P, c_int, _P, c_int64, c_int]),
     "fs_decoder_create": (_P, [_P, POINTER(ShapeData)]),
     "fs_decoder_destroy": (None, [_P]),
     "fs_decoder_set_weight": (c_int32, [_P, c_int, c_int, POINTER(WeightData)]),
+    "fs_decoder_lend_embedding": (c_int32, [_P, _P]),
     "fs_decoder_set_vector": (c_int32, [_P, c_int, c_int, _P, c_int64]),
     "fs_decoder_forward": (c_int32, [_P, _P, POINTER(StepData), POINTER(StoreData), _P, _P, _P, _P]),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-HEAVY = ("torch", "transformers", "triton", "numpy", "llguidance", "kernels", "drafters", "spec.engine")
+HEAVY = ("torch", "transformers", "triton", "numpy", "llguidance", "opentelemetry", "kernels", "drafters", "spec.engine")
 PROGRAM = f"""
 import sys
 import server.serve, server.engine_process, server.engine_main

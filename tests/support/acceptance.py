@@ -27,6 +27,7 @@ class View:
     seq_id: int = 0
     page_ids: list[int] = field(default_factory=list)
     tenant: str = ""
+    num_kv: int = 0
 
 
 def view(token_ids: Sequence[int], prompt_len: int = 1, rule: str = "exact", grammar: Any = None, **options: Any) -> View:

@@ -29,6 +29,10 @@ class View:
     policy: SpeculationPolicy = AUTO
     grammar: object | None = None
 
+    @property
+    def num_kv(self) -> int:
+        return len(self.token_ids) - 1
+
 
 class Pool:
     """A page pool as drafters see it: generations; plus handing out and taking back whole lists."""

@@ -32,6 +32,7 @@ struct fs_step {
     const int32_t* page_table;  // [S, P]
     const int32_t* kv_lens;     // [S]
     const int32_t* score_rows;  // [R]
+    const float* features;      // [N, features of the shape], or null where the shape has none
 };
 
 struct fs_store {
@@ -55,6 +56,7 @@ struct fs_shape {
     int32_t vocab;
     int32_t max_position;
     int32_t window;  // 0: none
+    int32_t features;  // width of the features fused into the input, 0: tokens alone are the input
     float norm_eps;
     float scale;
 };
@@ -62,9 +64,9 @@ struct fs_shape {
 // Names of the weights of one layer, in the order fs_decoder_set_weight takes them.
 enum fs_slot : int32_t { FS_SLOT_Q = 0, FS_SLOT_K, FS_SLOT_V, FS_SLOT_O, FS_SLOT_GATE, FS_SLOT_UP, FS_SLOT_DOWN, FS_SLOTS };
 // Weights outside the layers: layer = -1.
-enum fs_outer : int32_t { FS_OUTER_EMBEDDING = 0, FS_OUTER_HEAD };
+enum fs_outer : int32_t { FS_OUTER_EMBEDDING = 0, FS_OUTER_HEAD, FS_OUTER_FUSION };
 // Vectors: norms per layer, then tables with layer = -1.
-enum fs_vector : int32_t { FS_VEC_ATTENTION_NORM = 0, FS_VEC_MLP_NORM, FS_VEC_Q_NORM, FS_VEC_K_NORM, FS_VEC_FINAL_NORM, FS_VEC_COS, FS_VEC_SIN };
+enum fs_vector : int32_t { FS_VEC_ATTENTION_NORM = 0, FS_VEC_MLP_NORM, FS_VEC_Q_NORM, FS_VEC_K_NORM, FS_VEC_FINAL_NORM, FS_VEC_COS, FS_VEC_SIN, FS_VEC_FEATURE_NORM, FS_VEC_TOKEN_NORM };
 
-enum fs_error : int32_t { FS_OK = 0, FS_BAD_TOKEN = 1, FS_BAD_POSITION = 2, FS_BAD_SLOT = 3, FS_BAD_ROW = 4, FS_BAD_SHAPE = 5, FS_NO_MEMORY = 6 };
+enum fs_error : int32_t { FS_OK = 0, FS_BAD_TOKEN = 1, FS_BAD_POSITION = 2, FS_BAD_SLOT = 3, FS_BAD_ROW = 4, FS_BAD_SHAPE = 5, FS_NO_MEMORY = 6, FS_BAD_FEATURES = 7 };
 }

@@ -24,6 +24,7 @@ struct Ops {
     // uniforms null: probabilities to `out_p`, else token ids to `out_ids`.
     void (*sample)(Team& team, const float* logits, int rows, int n, const float* temperature, const int32_t* top_k, const float* top_p,
                    const float* min_p, const double* uniforms, int32_t* out_ids, float* out_p);
+    void (*top_shares)(Team& team, const float* logits, int rows, int n, int k, const float* temperature, int32_t* ids, float* shares);
     double (*limit_stream)(Team& team, const uint8_t* data, size_t bytes);
     double (*limit_dot)(Team& team, int rounds);
     double (*limit_fma)(Team& team, int rounds);

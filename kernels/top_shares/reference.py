@@ -1,0 +1,14 @@
+"""top_shares in plain torch, on any device."""
+
+from __future__ import annotations
+
+import torch
+
+
+def top_shares(logits: torch.Tensor, k: int, temperature: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """(ids [R, k] int32, shares [R, k] float32)."""
+    best = torch.topk(logits, k, dim=1)
+    top = best.values[:, :1]
+    scale = 1.0 if temperature is None else temperature.unsqueeze(1)
+    total = torch.exp((logits - top) / scale).sum(dim=1, keepdim=True)  # NaN where a logit is, or where the best is infinite
+    return best.indices.to(torch.int32), torch.exp((best.values - top) / scale) / total
