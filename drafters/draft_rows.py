@@ -1,4 +1,4 @@
-"""Rows of a draft model's pass -> the tensors of one forward. Knows the layout of `StepInputs`; refuses to know why a row runs.
+"""Rows of a draft model's pass -> the inputs of one forward. Knows the layout of `StepInputs`; refuses to know why a row runs.
 
 A row here is a forest over committed keys: nodes in order parent before child, whose roots continue the key before `kv_len`.
 """
@@ -9,9 +9,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
-from kernels.batch import StepInputs
+from kernels.batch import PackedInputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +23,8 @@ class DraftRow:
     scored: Sequence[int]  # row-local nodes whose logits are wanted, ascending
 
 
-def draft_inputs(rows: Sequence[DraftRow], page_size: int, device: torch.device) -> StepInputs:
-    """StepInputs of a draft pass; node i of a row lies at logical index kv_len + i."""
+def draft_inputs(rows: Sequence[DraftRow], page_size: int) -> PackedInputs:
+    """The inputs of a draft pass; node i of a row lies at logical index kv_len + i."""
     ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
@@ -34,7 +32,7 @@ def draft_inputs(rows: Sequence[DraftRow], page_size: int, device: torch.device)
     scored: list[int] = []
     row_ptr = [0]
     used: list[int] = []  # pages of each row that the pass reads or writes
-    causal = bytearray(len(rows))
+    causal = array("B", bytes(len(rows)))
     for index, row in enumerate(rows):
         first, start, pages = len(ids), row.kv_len, row.page_ids
         stop = start + len(row.token_ids)
@@ -66,17 +64,4 @@ def draft_inputs(rows: Sequence[DraftRow], page_size: int, device: torch.device)
     for row, needed in zip(rows, used, strict=True):
         flat += row.page_ids[:needed]
         flat += [0] * (width - needed)
-    ints = torch.frombuffer(array("i", flat), dtype=torch.int32).to(device)
-    sizes = [nodes, nodes, nodes, count + 1, count, len(scored), count * width]
-    id_t, position_t, slot_t, ptr_t, kv_t, score_t, table_t = torch.split(ints, sizes)
-    return StepInputs(
-        input_ids=id_t,
-        positions=position_t,
-        slots=slot_t,
-        words=torch.frombuffer(array("Q", words), dtype=torch.int64).to(device),
-        causal=torch.frombuffer(causal, dtype=torch.uint8).to(device),
-        row_ptr=ptr_t,
-        page_table=table_t.view(count, width),
-        kv_lens=kv_t,
-        score_rows=score_t,
-    )
+    return PackedInputs(array("i", flat), array("Q", words), causal, nodes, count, len(scored), width)

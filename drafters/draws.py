@@ -23,6 +23,7 @@ from spec.tree import DraftProbs
 
 SUPPORT = 64
 TopShares = Callable[[torch.Tensor, int, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]  # see kernels.top_shares
+Best = tuple[list[list[int]], list[list[float]]]  # columns and shares of the best tokens of each row, best first
 _COLDEST = 1e-3  # below this temperature the distribution is a point for any purpose of drafting
 
 
@@ -40,43 +41,45 @@ def is_drawn(view: SequenceView) -> bool:
     return view.policy.rule == "rejection" and view.sampling.temperature > 0.0
 
 
+def wanted(views: Sequence[SequenceView], fan: int, columns: int, *, draw: bool = True) -> tuple[int, list[float] | None]:
+    """What a pass must tell of each row: how many of the best tokens, and at which temperature (None = 1 everywhere)."""
+    count = SUPPORT if draw and any(is_drawn(view) for view in views) else fan
+    temperatures = [max(view.sampling.temperature or 1.0, _COLDEST) for view in views]
+    return min(count, columns), temperatures if any(t != 1.0 for t in temperatures) else None
+
+
+def best_of(logits: torch.Tensor, k: int, temperatures: Sequence[float] | None, top: TopShares = top_shares) -> Best:
+    """The k best of each row of `logits` [R, columns] float32."""
+    divisor = None if temperatures is None else torch.tensor(temperatures, dtype=torch.float32, device=logits.device)
+    ids, shares = top(logits, k, divisor)
+    return ids.tolist(), shares.tolist()
+
+
 def choices(
-    logits: torch.Tensor,
+    best: Best,
     views: Sequence[SequenceView],
     depths: Sequence[int],
     fan: int,
     drafter: str,
     *,
     draw: bool = True,
-    top: TopShares = top_shares,
     names: Sequence[int] | None = None,
 ) -> list[Scores | None]:
-    """Per row of `logits` [R, V] float32 the children of its node; None where the row is not made of numbers.
+    """Per row of `best` the children of its node; None where the row is not made of numbers.
 
-    `depths[r]`: depth of the node, 0 = the root. -inf logits are allowed, those tokens are not proposed. `draw` False: only
+    `depths[r]`: depth of the node, 0 = the root. Tokens without a share (-inf logits) are not proposed. `draw` False: only
     the most probable tokens, for everybody. `names`: the token of each column; None = its own number.
     """
-    drawn = [draw and is_drawn(view) for view in views]
-    temperatures = [view.sampling.temperature or 1.0 for view in views]
-    divisor = None
-    if any(t != 1.0 for t in temperatures):
-        divisor = torch.tensor([max(t, _COLDEST) for t in temperatures], dtype=torch.float32, device=logits.device)
-    count = min(SUPPORT if any(drawn) else fan, logits.shape[1])
-    ids, shares = top(logits, count, divisor)
-    tokens, masses = ids.tolist(), shares.tolist()
     found: list[Scores | None] = []
-    for r, view in enumerate(views):
-        own, mass = tokens[r], masses[r]
+    for own, mass, view, depth in zip(*best, views, depths, strict=True):
         if not all(map(math.isfinite, mass)) or not mass[0] > 0.0:
             found.append(None)
             continue
-        if names is not None:
-            own = [names[column] for column in (own if drawn[r] else own[:fan])]
-        if drawn[r]:
-            found.append(_draw(view, depths[r], own, mass, drafter))
-        else:
-            kept = [(token, min(1.0, share)) for token, share in zip(own[:fan], mass, strict=False) if share > 0.0]
-            found.append(Scores([token for token, _ in kept], [share for _, share in kept]))
+        drawn = draw and is_drawn(view)
+        if not drawn:
+            own, mass = own[:fan], [min(1.0, share) for share in mass[:fan] if share > 0.0]
+        tokens = own if names is None else [names[column] for column in own]
+        found.append(_draw(view, depth, tokens, mass, drafter) if drawn else Scores(tokens[: len(mass)], mass))
     return found
 
 

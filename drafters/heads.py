@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from drafters.draws import TopShares, choices
+from drafters.draws import TopShares, best_of, choices, wanted
 from drafters.faults import Faults
 from drafters.growth import Growth, Node, PassClock, grow, worthwhile
 from drafters.head_models import HeadModel, LinearMaker, LinearOp, load_heads, torch_linear
@@ -145,9 +145,11 @@ class HeadsDrafter:
         states = self._model.advance(torch.stack(before), tokens)
         scores = self._model.scores(states, depths)
         views = [g.view for g, _ in picks]
-        found = choices(scores, views, depths, self._fan, self.name, draw=False, top=self._top, names=self._model.token_ids)
-        for (g, node), state, best in zip(picks, states, found, strict=True):
-            if best is None or not g.sound:  # not numbers: this sequence is not drafted for until its next hidden state
+        count, temperatures = wanted(views, self._fan, scores.shape[1], draw=False)
+        best = best_of(scores, count, temperatures, self._top)
+        found = choices(best, views, depths, self._fan, self.name, draw=False, names=self._model.token_ids)
+        for (g, node), state, children in zip(picks, states, found, strict=True):
+            if children is None or not g.sound:  # not numbers: this sequence is not drafted for until its next hidden state
                 g.sound = False
                 g.growth.clear()
                 self._hidden.pop(g.view.seq_id, None)
@@ -156,7 +158,7 @@ class HeadsDrafter:
                 g.root = state
             else:
                 node.state = state
-            g.growth.add_children(node, best.token_ids, best.confidence)
+            g.growth.add_children(node, children.token_ids, children.confidence)
         self._passes.record(len(picks), (self._clock() - began) * 1e3)
 
 

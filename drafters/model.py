@@ -13,19 +13,18 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from drafters.draft_rows import DraftRow, draft_inputs
-from drafters.draws import TopShares, choices, is_drawn
+from drafters.draws import choices, is_drawn, wanted
 from drafters.faults import MAX_FAULTS, Faults
 from drafters.filled import Draft, FilledPages, Pages
 from drafters.forest import chain_after, forest
 from drafters.growth import Growth, Node, PassClock, grow
 from drafters.node_inputs import NodeInputs, State, TokensOnly
+from drafters.scoring import DecoderScorer, DraftDecoder, Scored, Scorer
 from kernels.batch import KVTensors
-from kernels.decoder import DecoderOutput, DecoderShape
 from kernels.top_shares.reference import top_shares
 from spec.drafter import Budget, Outcome, SequenceView
 from spec.tree import NOTHING, Proposal
@@ -66,25 +65,6 @@ class _Span:
     scored: bool
 
 
-@dataclass(frozen=True, slots=True)
-class _Scored:
-    """A pass's scores. `rows[i]`: the node that logits[i] belongs to."""
-
-    logits: torch.Tensor  # [R, columns]
-    hidden: torch.Tensor  # [N, hidden]
-    rows: Sequence[int]
-
-
-class DraftDecoder(Protocol):
-    """What is asked of a decoder: `kernels.decoder.Decoder`, or `FusedDecoder` where the node inputs have features."""
-
-    @property
-    def shape(self) -> DecoderShape: ...
-
-    @property
-    def forward(self) -> Callable[..., DecoderOutput]: ...
-
-
 class ModelDrafter:
     """The `Drafter` protocol over any decoder whose scores name the target's tokens."""
 
@@ -98,24 +78,23 @@ class ModelDrafter:
         vocab_size: int | None = None,
         token_ids: Sequence[int] | None = None,
         inputs: NodeInputs | None = None,
-        top: TopShares = top_shares,
+        score: Scorer | None = None,
         fan: int = 4,
         width: int = 4,
         catch_up_tokens: int = 256,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`vocab_size`: columns below it may be proposed (padding rows above it never are). `token_ids`: the target's token of each
-        column; None = its own number. `fan`: children scored per node. `width`: nodes of one sequence expanded per pass.
+        column; None = its own number. `score`: a pass over `store`; None = the decoder's own forward. `fan`: children scored per node. `width`: nodes of one sequence expanded per pass.
         `catch_up_tokens`: committed tokens run per step, all together. `clock`: seconds.
         """
         self.name = name
-        self._decoder = decoder
+        self._longest = decoder.shape.max_position
         self._store = store
-        self._device = store.k.device
-        self._vocab = min(decoder.shape.vocab_size, vocab_size or decoder.shape.vocab_size)
+        self._columns = min(decoder.shape.vocab_size, vocab_size or decoder.shape.vocab_size)
+        self._score = score or DecoderScorer(decoder, store, top_shares, self._columns)
         self._token_ids = token_ids
         self._inputs: NodeInputs = TokensOnly() if inputs is None else inputs
-        self._top = top
         self._fan = fan
         self._width = width
         self._catch_up_tokens = catch_up_tokens
@@ -182,7 +161,7 @@ class ModelDrafter:
                 draft = self._drafts.get(view.seq_id)
                 if draft is None:
                     draft = self._drafts[view.seq_id] = self._filled.begin(view)
-                stop = min(view.num_kv, self._decoder.shape.max_position, draft.valid + self._catch_up_tokens)
+                stop = min(view.num_kv, self._longest, draft.valid + self._catch_up_tokens)
                 if stop > draft.valid:
                     self._run_committed([_Span(view, draft, stop, scored=False)])
         except Exception:
@@ -211,7 +190,7 @@ class ModelDrafter:
     def _candidates(self, views: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[_Growing]:
         """The sequences this model may draft for: wanted, inside its own context, and not in trouble."""
         found = []
-        longest = self._decoder.shape.max_position
+        longest = self._longest
         for place, (view, budget) in enumerate(zip(views, budgets, strict=True)):
             if not budget.wants(self.name) or len(view.token_ids) >= longest:
                 continue
@@ -248,7 +227,7 @@ class ModelDrafter:
             self._passes.record(self._catch_up_tokens - left, (self._clock() - began) * 1e3)
         return [g for g in ready if g.growth.nodes]
 
-    def _run_committed(self, spans: Sequence[_Span]) -> _Scored:
+    def _run_committed(self, spans: Sequence[_Span]) -> tuple[Scored, list[int]]:
         rows = [
             DraftRow(
                 span.view.token_ids[span.draft.valid : span.stop],
@@ -260,7 +239,8 @@ class ModelDrafter:
             for span in spans
         ]
         features = self._inputs.committed([(s.view.seq_id, s.draft.valid, s.stop - s.draft.valid) for s in spans])
-        out = self._forward(rows, features)
+        views = [span.view for span in spans if span.scored]
+        out = self._forward(rows, views, features)
         for span in spans:
             span.draft.valid = span.stop
             self._filled.mark(span.view, span.draft)
@@ -289,17 +269,18 @@ class ModelDrafter:
             parents_of += [_state_above(g, node) for node in order]
             g.chain = chain_after(g.chain, kept, order, parents)
         if rows:
-            self._add(asked, self._forward(rows, self._inputs.drafted(parents_of)))
+            views = [g.view for g, _ in asked]
+            self._add(asked, self._forward(rows, views, self._inputs.drafted(parents_of)))
             self._passes.record(len(parents_of), (self._clock() - began) * 1e3)
 
-    def _add(self, asked: list[tuple[_Growing, Node | None]], out: _Scored) -> None:
+    def _add(self, asked: list[tuple[_Growing, Node | None]], passed: tuple[Scored, list[int]]) -> None:
         """Give every asked node its children; a sequence with scores that are not numbers starts over."""
+        out, at = passed
         views = [g.view for g, _ in asked]
         depths = [0 if node is None else node.depth for _, node in asked]
-        logits = out.logits if self._vocab == out.logits.shape[1] else out.logits[:, : self._vocab]
-        scores = choices(logits, views, depths, self._fan, self.name, top=self._top, names=self._token_ids)
+        scores = choices(out.best, views, depths, self._fan, self.name, names=self._token_ids)
         broken: set[int] = set()
-        for (g, node), found, row in zip(asked, scores, out.rows, strict=True):
+        for (g, node), found, row in zip(asked, scores, at, strict=True):
             if found is None or g.place in broken:
                 if g.place not in broken:
                     broken.add(g.place)
@@ -318,8 +299,10 @@ class ModelDrafter:
         g.chain.clear()
         self._filled.forget(g.view)
 
-    def _forward(self, rows: list[DraftRow], features: torch.Tensor | None) -> _Scored:
-        """Run the rows; logits of the scored nodes, [0, columns] when there is none."""
+    def _forward(
+        self, rows: list[DraftRow], views: Sequence[SequenceView], features: torch.Tensor | None
+    ) -> tuple[Scored, list[int]]:
+        """Run the rows. `views`: the sequence of each scored node. Returns the scores and which nodes they are of."""
         scored: list[int] = []
         first = 0
         for row in rows:
@@ -327,11 +310,5 @@ class ModelDrafter:
             first += len(row.token_ids)
         if not scored:  # decoders want a node to score
             rows = [dataclasses.replace(rows[0], scored=(0,)), *rows[1:]]
-        inputs = draft_inputs(rows, self._store.page_size, self._device)
-        if features is None:
-            out = self._decoder.forward(inputs, self._store, True)
-        else:
-            out = self._decoder.forward(inputs, self._store, True, features)
-        if out.logits is None:
-            raise ValueError("the draft decoder gave no logits")
-        return _Scored(out.logits if scored else out.logits[:0], out.hidden, scored)
+        count, temperatures = wanted(views, self._fan, self._columns)
+        return self._score(draft_inputs(rows, self._store.page_size), features, count, temperatures), scored

@@ -17,13 +17,14 @@ from drafters.draws import TopShares
 from drafters.grammar import GrammarDrafter
 from drafters.heads import HeadsDrafter
 from drafters.layer_models import HEADS_FORMAT, LayerModel, load_attention_head
-from drafters.model import DraftDecoder, ModelDrafter
+from drafters.model import ModelDrafter
 from drafters.node_inputs import NodeInputs, TargetStates, TokensOnly
+from drafters.scoring import OneCallScorer
 from drafters.student_file import load_student
 from drafters.suffix import SuffixDrafter
 from drafters.tensor_file import TensorFile
 from kernels.batch import KVTensors
-from kernels.decoder import DecoderShape, DecoderWeights
+from kernels.decoder import DecoderShape, DecoderWeights, FusedDecoder
 from kernels.top_shares.reference import top_shares
 from spec.config import EngineConfig
 from spec.drafter import Drafter
@@ -46,8 +47,8 @@ class Target:
     shape: DecoderShape
     weights: DecoderWeights  # embedding rows and vocabulary matrix, for drafters that share them
     load: Callable[[Path], LoadedModel]  # a draft model's weights, trimmed to the target's vocabulary, or a clear error
-    make_decoder: Callable[[LoadedModel], DraftDecoder]
-    make_beside: Callable[[LayerModel], DraftDecoder]  # a decoder that reads token rows from the target's own embedding
+    make_decoder: Callable[[LoadedModel], FusedDecoder]
+    make_beside: Callable[[LayerModel], FusedDecoder]  # a decoder that reads token rows from the target's own embedding
     top: TopShares = top_shares
     device: str = "cpu"
 
@@ -189,13 +190,14 @@ def _layers(name: str, model: LayerModel, target: Target, inputs: Callable[[], N
 
 
 def _decoder(
-    name: str, decoder: DraftDecoder, token_ids: tuple[int, ...] | None, target: Target, inputs: Callable[[], NodeInputs]
+    name: str, decoder: FusedDecoder, token_ids: tuple[int, ...] | None, target: Target, inputs: Callable[[], NodeInputs]
 ) -> _Entry:
     shape = decoder.shape
 
     def make(place: Place) -> Drafter:
         pages, size = place.config.num_pages, place.config.page_size
         store = KVTensors.allocate(shape.layers, pages, shape.kv_heads, shape.head_dim, size, place.kv_dtype, place.device)
-        return ModelDrafter(name, decoder, store, place.pool, token_ids=token_ids, inputs=inputs(), top=target.top)
+        score = OneCallScorer(decoder, store)
+        return ModelDrafter(name, decoder, store, place.pool, token_ids=token_ids, inputs=inputs(), score=score)
 
     return _Entry(make, shape)

@@ -7,6 +7,7 @@ P pages in the longest row's table, R scored nodes, L layers, Hq query heads, Hk
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 
 import torch
@@ -37,6 +38,39 @@ class StepInputs:
     @property
     def num_rows(self) -> int:
         return self.kv_lens.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedInputs:
+    """The fields of `StepInputs`, one after the other in plain buffers: for passes so short that making nine tensors would be a good
+    part of them."""
+
+    ints: array[
+        int
+    ]  # "i": input_ids, positions, slots [nodes each], row_ptr [rows + 1], kv_lens [rows], score_rows, page_table
+    words: array[int]  # "Q" [nodes]
+    causal: array[int]  # "B" [rows]
+    nodes: int
+    rows: int
+    scored: int
+    pages: int  # columns of the page table
+
+    def tensors(self, device: torch.device) -> StepInputs:
+        nodes, rows = self.nodes, self.rows
+        ints = torch.frombuffer(self.ints, dtype=torch.int32).to(device)
+        sizes = [nodes, nodes, nodes, rows + 1, rows, self.scored, rows * self.pages]
+        ids, positions, slots, row_ptr, kv_lens, score_rows, table = torch.split(ints, sizes)
+        return StepInputs(
+            input_ids=ids,
+            positions=positions,
+            slots=slots,
+            words=torch.frombuffer(self.words, dtype=torch.int64).to(device),
+            causal=torch.frombuffer(self.causal, dtype=torch.uint8).to(device),
+            row_ptr=row_ptr,
+            page_table=table.view(rows, self.pages),
+            kv_lens=kv_lens,
+            score_rows=score_rows,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,10 +20,9 @@ import kernels
 from drafters import registry
 from drafters.draws import TopShares
 from drafters.layer_models import LayerModel, quantised
-from drafters.model import DraftDecoder
 from kernels import native
 from kernels.batch import KVTensors
-from kernels.decoder import DecoderShape, DecoderWeights, HostDecoder
+from kernels.decoder import DecoderShape, DecoderWeights, FusedDecoder, HostDecoder
 from kernels.decoder.reference import ReferenceDecoder
 from kernels.kv_slots import reference as slots_reference
 from kernels.sample import reference as sample_reference
@@ -45,7 +44,7 @@ from spec.store import Move
 from spec.target import TargetModel
 
 # Bits a weight of trained drafters on the CPU: of their layers, and of their vocabulary matrix.
-DRAFT_BITS, DRAFT_HEAD_BITS = 8, 8
+DRAFT_BITS, DRAFT_HEAD_BITS = 8, 4
 
 _KV_TYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -239,7 +238,7 @@ def _drafting_target(parts: Parts) -> registry.Target:
             )
         return load_model(path, weights=parts.settings.weights).trimmed(parts.tokenizer.vocab_size)
 
-    def make_beside(model: LayerModel) -> DraftDecoder:
+    def make_beside(model: LayerModel) -> FusedDecoder:
         return parts.decoder.beside(model.shape, parts.backend.draft_weights(model.weights))
 
     return registry.Target(

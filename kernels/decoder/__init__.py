@@ -7,12 +7,13 @@ tree's shape, the chunking, the slots its keys lie in or the other rows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from kernels.batch import KVTensors, StepInputs
+from kernels.batch import KVTensors, PackedInputs, StepInputs
 from kernels.linear import Weight
 
 
@@ -88,8 +89,11 @@ class Decoder(Protocol):
     def forward(self, inputs: StepInputs, store: KVTensors, need_logits: bool) -> DecoderOutput: ...
 
 
+Drafted = tuple[torch.Tensor, Sequence[int], Sequence[float]]
+
+
 class FusedDecoder(Protocol):
-    """A decoder with a fusion: every node comes with `features` [N, width] float32."""
+    """A decoder that may have a fusion, and then every node comes with `features` [N, width] float32; without one they are None."""
 
     shape: DecoderShape
 
@@ -97,8 +101,19 @@ class FusedDecoder(Protocol):
         self, inputs: StepInputs, store: KVTensors, need_logits: bool, features: torch.Tensor | None = None
     ) -> DecoderOutput: ...
 
+    def draft(
+        self,
+        inputs: PackedInputs,
+        store: KVTensors,
+        features: torch.Tensor | None,
+        k: int,
+        temperature: Sequence[float] | None = None,
+    ) -> Drafted:
+        """`forward` and `top_shares` at once: hidden [N, hidden], and for every scored node its k best tokens and their shares, one
+        node after the other. `temperature`: one number a scored node, None = 1."""
 
-class HostDecoder(Decoder, Protocol):
+
+class HostDecoder(FusedDecoder, Protocol):
     """A decoder that others can sit beside."""
 
     def beside(self, shape: DecoderShape, weights: DecoderWeights) -> FusedDecoder:

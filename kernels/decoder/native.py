@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from ctypes import Array, c_double
 from pathlib import Path
 
 import torch
 
-from kernels.batch import KVTensors, StepInputs
-from kernels.decoder import DecoderOutput, DecoderShape, DecoderWeights, LayerWeights
+from kernels.batch import KVTensors, PackedInputs, StepInputs
+from kernels.decoder import DecoderOutput, DecoderShape, DecoderWeights, Drafted, LayerWeights
 from kernels.linear import BlockWeight, Weight
 from kernels.native import NativeError, NativeLibrary, require
-from kernels.native.library import ShapeData, check
+from kernels.native.library import ShapeData, StepData, check
 from kernels.native.tensors import address, step_data, store_data, weight_data
 
 _ATTENTION_NORM, _MLP_NORM, _Q_NORM, _K_NORM, _FINAL_NORM, _COS, _SIN, _FEATURE_NORM, _TOKEN_NORM = range(9)
@@ -71,6 +73,7 @@ class NativeDecoder:
         self._lender = embedding_of  # keeps what is read from it alive
         features = 0 if weights.fusion is None else weights.fusion.feature_norm.numel()
         self._features = features
+        self._scratch = torch.empty(0, shape.vocab_size)  # logits of a draft pass
         self._handle: int = library.c.fs_decoder_create(library.isa(isa), _shape_data(shape, features))
         for index, layer in enumerate(weights.layers):
             self._set_layer(index, layer)
@@ -127,6 +130,54 @@ class NativeDecoder:
         self._forward(inputs, store, need_logits, features, seconds)
         return dict(zip(PHASES, seconds, strict=True))
 
+    def draft(
+        self,
+        inputs: PackedInputs,
+        store: KVTensors,
+        features: torch.Tensor | None,
+        k: int,
+        temperature: Sequence[float] | None = None,
+    ) -> Drafted:
+        """One call. Raises NativeError as `forward` does."""
+        scored, ints = inputs.scored, inputs.ints.buffer_info()[0]
+        at = ints + 12 * inputs.nodes
+        step = StepData(
+            inputs.nodes, inputs.rows, inputs.pages, scored,
+            ints, ints + 4 * inputs.nodes, ints + 8 * inputs.nodes,
+            inputs.words.buffer_info()[0], inputs.causal.buffer_info()[0],
+            at, at + 8 * inputs.rows + 4 + 4 * scored, at + 4 * inputs.rows + 4, at + 8 * inputs.rows + 4,
+        )  # fmt: skip
+        if features is not None:
+            step.features = self._features_of(features, inputs.nodes)
+        if self._scratch.shape[0] < scored:
+            self._scratch = torch.empty(scored, self.shape.vocab_size)
+        hidden = torch.empty(inputs.nodes, self.shape.hidden)
+        divisors = None if temperature is None else array("f", temperature)
+        best, ids, shares = (
+            array(code, bytes(4 * count)) for code, count in (("i", scored), ("i", scored * k), ("f", scored * k))
+        )
+        check(
+            self._library.c.fs_decoder_draft(
+                self._handle,
+                self._team.handle,
+                step,
+                store_data(store),
+                hidden.data_ptr(),
+                best.buffer_info()[0],
+                self._scratch.data_ptr(),
+                k,
+                None if divisors is None else divisors.buffer_info()[0],
+                ids.buffer_info()[0],
+                shares.buffer_info()[0],
+            )
+        )
+        return hidden, ids, shares
+
+    def _features_of(self, features: torch.Tensor, nodes: int) -> int:
+        if features.shape != (nodes, self._features):
+            raise NativeError(f"features are {list(features.shape)}, expected {[nodes, self._features]}")
+        return address(features, torch.float32, "features")
+
     def _forward(
         self,
         inputs: StepInputs,
@@ -141,9 +192,7 @@ class NativeDecoder:
         logits = torch.empty(scored, self.shape.vocab_size) if need_logits else None
         step = step_data(inputs)
         if features is not None:
-            if features.shape != (inputs.num_nodes, self._features):
-                raise NativeError(f"features are {list(features.shape)}, expected {[inputs.num_nodes, self._features]}")
-            step.features = address(features, torch.float32, "features")
+            step.features = self._features_of(features, inputs.num_nodes)
         check(
             self._library.c.fs_decoder_forward(
                 self._handle,

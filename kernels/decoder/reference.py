@@ -6,18 +6,20 @@ Slow and obvious: the definition that the faster decoders are tested against. Ru
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
-from kernels.batch import KVTensors, StepInputs
-from kernels.decoder import DecoderOutput, DecoderShape, DecoderWeights, LayerWeights
+from kernels.batch import KVTensors, PackedInputs, StepInputs
+from kernels.decoder import DecoderOutput, DecoderShape, DecoderWeights, Drafted, LayerWeights
 from kernels.kv_slots.reference import write
 from kernels.linear.reference import linear, lookup
 from kernels.norm.reference import rms_norm
 from kernels.rope.reference import rope
 from kernels.sample.reference import argmax
 from kernels.silu_mul.reference import silu_mul
+from kernels.top_shares.reference import best_tokens
 from kernels.tree_attention.reference import attend, key_slots
 
 
@@ -27,6 +29,18 @@ class ReferenceDecoder:
     def __init__(self, shape: DecoderShape, weights: DecoderWeights) -> None:
         self.shape = shape
         self.weights = weights
+
+    def draft(
+        self,
+        inputs: PackedInputs,
+        store: KVTensors,
+        features: torch.Tensor | None,
+        k: int,
+        temperature: Sequence[float] | None = None,
+    ) -> Drafted:
+        tensors = inputs.tensors(store.k.device)
+        out = self.forward(tensors, store, True, features)
+        return best_tokens(out, k, temperature)
 
     def beside(self, shape: DecoderShape, weights: DecoderWeights) -> ReferenceDecoder:
         return ReferenceDecoder(shape, replace(weights, embedding=self.weights.embedding))

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kernels.batch import KVTensors, StepInputs
-from kernels.decoder import DecoderOutput, DecoderShape, DecoderWeights, LayerWeights
+from kernels.batch import KVTensors, PackedInputs, StepInputs
+from kernels.decoder import DecoderOutput, DecoderShape, DecoderWeights, Drafted, LayerWeights
 from kernels.linear import BlockWeight, DenseWeight, Weight
 from kernels.linear.reference import lookup
 from kernels.linear.triton import linear
@@ -21,6 +21,7 @@ from kernels.norm.triton import add_rms_norm, rms_norm
 from kernels.rope.triton import rope_write
 from kernels.sample.triton import argmax
 from kernels.silu_mul.triton import silu_mul
+from kernels.top_shares.reference import best_tokens
 from kernels.tree_attention.triton import tree_attention
 
 
@@ -55,6 +56,18 @@ class TritonDecoder:
         self.weights = weights
         self.invariant = invariant
         self._fused = [_Fused(stack((w.q, w.k, w.v)), stack((w.gate, w.up))) for w in weights.layers]
+
+    def draft(
+        self,
+        inputs: PackedInputs,
+        store: KVTensors,
+        features: torch.Tensor | None,
+        k: int,
+        temperature: Sequence[float] | None = None,
+    ) -> Drafted:
+        tensors = inputs.tensors(store.k.device)
+        out = self.forward(tensors, store, True, features)
+        return best_tokens(out, k, temperature)
 
     def beside(self, shape: DecoderShape, weights: DecoderWeights) -> TritonDecoder:
         return TritonDecoder(shape, replace(weights, embedding=self.weights.embedding), self.invariant)

@@ -268,5 +268,15 @@ int32_t fs_decoder_forward(void* decoder, void* team, const fs_step* step, const
     if (error != FS_OK) return error;
     return d.ops->decoder_forward(*d.state, *static_cast<Team*>(team), *step, *store, hidden, argmax, logits, profile);
 }
+
+// A forward and the k best tokens of each scored node with their shares, see fs_top_shares. `logits` [scored, vocab] is scratch.
+int32_t fs_decoder_draft(void* decoder, void* team, const fs_step* step, const fs_store* store, float* hidden, int32_t* argmax, float* logits, int k,
+                         const float* temperature, int32_t* ids, float* shares) {
+    auto& d = *static_cast<Decoder*>(decoder);
+    if (k < 1 || k > d.model.shape.vocab) return FS_BAD_SHAPE;
+    const int32_t error = fs_decoder_forward(decoder, team, step, store, hidden, argmax, logits, nullptr);
+    if (error == FS_OK) d.ops->top_shares(*static_cast<Team*>(team), logits, step->scored, d.model.shape.vocab, k, temperature, ids, shares);
+    return error;
+}
 }
 #pragma GCC visibility pop

@@ -124,6 +124,7 @@ _SIGNATURES: dict[str, tuple[object, Sequence[object]]] = {
     "fs_decoder_set_weight": (c_int32, [_P, c_int, c_int, POINTER(WeightData)]),
     "fs_decoder_lend_embedding": (c_int32, [_P, _P]),
     "fs_decoder_set_vector": (c_int32, [_P, c_int, c_int, _P, c_int64]),
+    "fs_decoder_draft": (c_int32, [_P, _P, POINTER(StepData), POINTER(StoreData), _P, _P, _P, c_int, _P, _P, _P]),
     "fs_decoder_forward": (c_int32, [_P, _P, POINTER(StepData), POINTER(StoreData), _P, _P, _P, _P]),
 }
 

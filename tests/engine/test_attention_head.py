@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +17,11 @@ from safetensors.torch import save_file
 from drafters.layer_models import HEADS_FORMAT, LayerModel, load_attention_head
 from drafters.model import ModelDrafter
 from drafters.node_inputs import TargetStates
+from drafters.scoring import OneCallScorer
 from drafters.suffix import SuffixDrafter
 from drafters.tensor_file import TensorFile
-from kernels.batch import KVTensors, StepInputs
-from kernels.decoder import Decoder, DecoderOutput, DecoderShape, DecoderWeights, FusedDecoder
+from kernels.batch import KVTensors, PackedInputs, StepInputs
+from kernels.decoder import Decoder, DecoderOutput, DecoderShape, DecoderWeights, Drafted
 from kernels.decoder.reference import ReferenceDecoder
 from spec.drafter import Budget, Outcome, SequenceView
 from spec.engine import Engine
@@ -87,7 +89,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> LayerModel:
 class Counting:
     """Notes the nodes of each pass."""
 
-    def __init__(self, inner: FusedDecoder) -> None:
+    def __init__(self, inner: Any) -> None:
         self.inner, self.shape = inner, inner.shape
         self.passes: list[int] = []
 
@@ -96,6 +98,18 @@ class Counting:
     ) -> DecoderOutput:
         self.passes.append(inputs.num_nodes)
         return self.inner.forward(inputs, store, need_logits, features)
+
+    def draft(
+        self,
+        inputs: PackedInputs,
+        store: KVTensors,
+        features: torch.Tensor | None,
+        k: int,
+        temperature: Sequence[float] | None = None,
+    ) -> Drafted:
+        self.passes.append(inputs.nodes)
+        found: Drafted = self.inner.draft(inputs, store, features, k, temperature)
+        return found
 
 
 class Checked(ModelDrafter):
@@ -106,9 +120,10 @@ class Checked(ModelDrafter):
         store = KVTensors.allocate(1, pool.total, shape.kv_heads, shape.head_dim, page_size, torch.float32)
         store.k.fill_(float("nan"))
         store.v.fill_(float("nan"))
-        self.counting = Counting(quick(shape, model.weights))  # type: ignore[arg-type]
+        self.counting = Counting(quick(shape, model.weights))
         self.states = TargetStates(HIDDEN, torch.device("cpu"), most_pending)
-        super().__init__("heads", self.counting, store, pool, token_ids=model.token_ids, inputs=self.states, fan=3)
+        score = OneCallScorer(self.counting, store)
+        super().__init__("heads", self.counting, store, pool, token_ids=model.token_ids, inputs=self.states, score=score, fan=3)
         self.oracle = ReferenceDecoder(shape, model.weights)
         self.checked = 0
         self.exact = True  # off where keys of pages may have been made without their states
@@ -312,7 +327,7 @@ def test_trouble_costs_drafts_only(head: LayerModel) -> None:
     prompts = prompts_of([6, 9], seed=8)
     pool = PagePool(96)
     store = KVTensors.allocate(1, 96, head.shape.kv_heads, head.shape.head_dim, 4, torch.float32)
-    sick = Sick(quick(head.shape, head.weights))  # type: ignore[arg-type]
+    sick = Sick(quick(head.shape, head.weights))
     inputs = TargetStates(HIDDEN, store.k.device)
     drafter = ModelDrafter("heads", sick, store, pool, token_ids=head.token_ids, inputs=inputs)
     engine = make_engine(decoder(), [drafter], speculator=ShapeSpeculator("2x4"), pool=pool)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
+import toy
 
+from drafters.draft_rows import DraftRow, draft_inputs
 from kernels.native import load
 from kernels.top_shares.reference import top_shares
 
@@ -77,3 +81,29 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
         native(logits(1, 8), 9)
     with pytest.raises(ValueError, match="temperature"):
         native(logits(2, 8), 1, torch.ones(1))
+
+
+@pytest.mark.parametrize("temperature", [None, [0.5, 2.0, 1.0]])
+@pytest.mark.parametrize("native", [False, True])
+def test_a_draft_pass_is_a_forward_and_the_best_of_it(native: bool, temperature: list[float] | None) -> None:
+    if native and LIBRARY is None:
+        pytest.skip("no native library")
+    model = toy.decoder(*toy.rand_weights(layers=1), native=native)
+    rows = [
+        DraftRow([5, 6, 7], None, 0, [3, 1], (0, 2)),
+        DraftRow([8, 9], [-1, -1], 0, [2], (1,)),
+    ]
+    packed = draft_inputs(rows, 2)
+    tensors = packed.tensors(torch.device("cpu"))
+    want = toy.step_inputs(
+        [toy.Row([5, 6, 7], [3, 1], score=[0, 2]), toy.Row([8, 9], [2], parents=[-1, -1], score=[1])], page_size=2
+    )
+    for field in dataclasses.fields(want):
+        assert torch.equal(getattr(tensors, field.name), getattr(want, field.name)), field.name
+    hidden, ids, shares = model.draft(packed, toy.new_store(model.shape, 4, 2), None, 3, temperature)  # type: ignore[attr-defined]
+    out = model.forward(want, toy.new_store(model.shape, 4, 2), True)
+    assert torch.equal(hidden, out.hidden)
+    assert out.logits is not None
+    best, mass = top_shares(out.logits, 3, None if temperature is None else torch.tensor(temperature))
+    assert list(ids) == best.flatten().tolist()
+    torch.testing.assert_close(torch.tensor(list(shares)), mass.flatten())
