@@ -43,6 +43,11 @@ class CallScanner:
     def broken(self) -> bool:
         return self._at is _At.BROKEN
 
+    @property
+    def after_value(self) -> bool:
+        """Whether a value has just ended, so that the object may."""
+        return self._at is _At.COMMA
+
     def take_arguments(self) -> str:
         if self.name is None or (self._arguments_are_text and not self.done):
             return ""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from server.text import Vocabulary
-from server.tools import Format, detect_format
+from server.tools import MARKS, Format, detect_format
 
 
 class Tokenizer(Vocabulary, Protocol):
@@ -19,6 +19,7 @@ class Tokenizer(Vocabulary, Protocol):
     def longest_token_bytes(self) -> int: ...
     @property
     def chat_template(self) -> str | None: ...
+    def token_to_id(self, token: str) -> int | None: ...
     def encode(self, text: str, *, add_special: bool = False) -> list[int]: ...
     def decode(self, ids: Sequence[int]) -> str: ...
 
@@ -40,7 +41,12 @@ class TextTools:
     tokenizer: Tokenizer
     template: Template
     tool_format: Format | None  # None: the template knows no tools
+    tool_marks: Mapping[str, int]  # control tokens that the reader of tool calls has to see
 
     @staticmethod
     def of(tokenizer: Tokenizer, template: Template) -> TextTools:
-        return TextTools(tokenizer, template, detect_format(tokenizer.chat_template) if template.supports_tools else None)
+        if not template.supports_tools:
+            return TextTools(tokenizer, template, None, {})
+        found = {mark: index for mark in MARKS if (index := tokenizer.token_to_id(mark)) in tokenizer.hidden_ids}
+        marks = {mark: index for mark, index in found.items() if index is not None}
+        return TextTools(tokenizer, template, detect_format(tokenizer.chat_template), marks)

@@ -18,7 +18,8 @@ from server.generation import Generation, Piece
 from server.openai_shapes import new_id
 from server.ports import Tokenizer
 from server.responses_types import ResponsesRequest
-from server.tool_parser import CallArguments, CallEnd, CallStart, Text, ToolEvent, ToolParser
+from server.tool_events import CallArguments, CallEnd, CallStart, Text, ToolEvent
+from server.tool_parser import reader_for
 from server.tools import Tools
 
 Event = dict[str, Any]
@@ -60,7 +61,7 @@ class ResponseBuilder:
         self._tokenizer = tokenizer
         self._body = body
         self._top = top_logprobs
-        self._parser = ToolParser(tools.format, tools.parallel) if tools is not None else None
+        self._parser = reader_for(tools.format, tools.parallel) if tools is not None else None
         self._sequence = 0
         self._items: list[_Item] = []
         self._open: _Item | None = None

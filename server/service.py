@@ -69,6 +69,7 @@ class Prepared:
     caller: Caller
     n: int
     continuation: bool = False  # the answer's text goes on after a raw prompt
+    shown: frozenset[int] = frozenset()  # control tokens that are not hidden: the marks of tool calls
 
 
 class Service:
@@ -194,7 +195,7 @@ class Service:
             limits=self.limits,
             drawn_seed=self._seeds.getrandbits(63),
         )
-        forced = tools.grammar() if tools is not None else None
+        forced = tools.grammar(self.text.tool_marks) if tools is not None else None
         if forced is not None:
             if sampling.grammar is not None:
                 raise invalid("response_format", "response_format and a forced tool call cannot be combined")
@@ -207,6 +208,7 @@ class Service:
             caller=caller,
             n=choices(options.n, self.limits),
             continuation=continuation,
+            shown=frozenset(self.text.tool_marks.values()) if tools is not None else frozenset(),
         )
 
     def begin(self, prepared: Prepared, notify: Callable[[], None]) -> list[Generation]:
@@ -234,7 +236,8 @@ class Service:
             tenant=prepared.caller.tenant,
             arrival=time.time(),
         )
-        text = TextStream(self.text.tokenizer, continuation=prepared.continuation)
+        hidden = self.text.tokenizer.hidden_ids - prepared.shown
+        text = TextStream(self.text.tokenizer, continuation=prepared.continuation, hidden_ids=hidden)
         stops = StopMatcher(prepared.stops) if prepared.stops else None
         on_end = partial(self._on_end, prepared.caller)
         return Generation(request, text, stops, notify, on_end, self.metrics, prepared.caller.arrival)

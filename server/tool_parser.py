@@ -1,44 +1,22 @@
 """Reads tool calls out of an answer's text while it arrives, whatever its chunks. Sans-I/O, character by character.
 
-Knows two ways of writing calls (tools.Format). Text that turns out to be no call is given back as text, and nothing is held
+Knows two ways of writing calls, between tags and as bare JSON; `reader_for` also knows who reads the others. Text that turns out to be no call is given back as text, and nothing is held
 longer than it could still become one.
 """
 
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
 
 from server.call_scanner import CallScanner
+from server.mistral_calls import MistralParser
+from server.tool_events import CallArguments, CallEnd, CallStart, Text, ToolEvent, ToolReader, merged, overlap
 from server.tools import CLOSE_TAG, OPEN_TAG, Format
 
 
-@dataclass(frozen=True, slots=True)
-class Text:
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class CallStart:
-    index: int
-    id: str
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class CallArguments:
-    """A piece of the arguments' JSON text."""
-
-    index: int
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class CallEnd:
-    index: int
-
-
-ToolEvent = Text | CallStart | CallArguments | CallEnd
+def reader_for(format: Format, parallel: bool) -> ToolReader:
+    """The reader of a model's way of writing calls."""
+    return MistralParser(parallel) if format in ("mistral", "mistral_args") else ToolParser(format, parallel)
 
 
 class ToolParser:
@@ -65,7 +43,7 @@ class ToolParser:
                 self._tail(character, events)
             else:
                 self._outside(character, events)
-        return _merged(events)
+        return merged(events)
 
     def finish(self) -> list[ToolEvent]:
         """The answer has ended: what was held is text, unless it is inside a call already announced."""
@@ -75,7 +53,7 @@ class ToolParser:
         if not self._held.isspace() or not self.calls:
             events.append(Text(self._held))
         self._held = ""
-        return _merged(events)
+        return merged(events)
 
     def _outside(self, character: str, events: list[ToolEvent]) -> None:
         self._held += character
@@ -84,7 +62,7 @@ class ToolParser:
                 self._say(len(self._held) - len(OPEN_TAG), events)
                 self._begin()
             else:
-                self._say(len(self._held) - _overlap(self._held, OPEN_TAG), events)
+                self._say(len(self._held) - overlap(self._held, OPEN_TAG), events)
         elif self._plain:
             self._say(len(self._held), events)
         elif character == "{":
@@ -149,22 +127,3 @@ class ToolParser:
             text, self._closing, self._in_tail = self._closing, "", False
             for again in text:
                 self._outside(again, events)
-
-
-def _overlap(text: str, tag: str) -> int:
-    """How many of the last characters of `text` could begin `tag`."""
-    return next((size for size in range(min(len(text), len(tag) - 1), 0, -1) if tag.startswith(text[-size:])), 0)
-
-
-def _merged(events: list[ToolEvent]) -> list[ToolEvent]:
-    """Neighbouring pieces of the same kind joined, empty ones left out."""
-    joined: list[ToolEvent] = []
-    for event in events:
-        last = joined[-1] if joined else None
-        if isinstance(event, Text) and isinstance(last, Text):
-            joined[-1] = Text(last.text + event.text)
-        elif isinstance(event, CallArguments) and isinstance(last, CallArguments) and last.index == event.index:
-            joined[-1] = CallArguments(event.index, last.text + event.text)
-        elif not (isinstance(event, Text) and not event.text):
-            joined.append(event)
-    return joined

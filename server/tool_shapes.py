@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from server.tool_parser import CallArguments, CallStart, Text, ToolEvent, ToolParser
+from server.tool_events import CallArguments, CallStart, Text, ToolEvent
+from server.tool_parser import reader_for
 from server.tools import Tools
 
 
@@ -14,7 +15,7 @@ class CallReader:
     def __init__(self, tools: Tools) -> None:
         self.content = ""
         self.calls: list[dict[str, Any]] = []
-        self._parser = ToolParser(tools.format, tools.parallel)
+        self._parser = reader_for(tools.format, tools.parallel)
 
     def feed(self, text: str) -> list[dict[str, Any]]:
         """Deltas {"content"} or {"tool_calls"} of new text."""

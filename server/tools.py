@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal
 
 from server.api_error import invalid
@@ -17,9 +18,12 @@ from spec.request import GrammarSpec
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}\Z")
 
-# How a model writes calls: Hermes and Qwen put JSON between tags, Llama 3 answers with nothing but the JSON.
-Format = Literal["tags", "json"]
+# How a model writes calls: Hermes and Qwen put JSON between tags, Llama 3 answers with nothing but the JSON, Mistral's models write
+# a list of calls behind a mark, and the newer ones of them a mark, the name, another mark and the arguments.
+Format = Literal["tags", "json", "mistral", "mistral_args"]
 OPEN_TAG, CLOSE_TAG = "<tool_call>", "</tool_call>"
+CALLS_MARK, ARGUMENTS_MARK, CALL_ID_MARK = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+MARKS = (CALLS_MARK, ARGUMENTS_MARK, CALL_ID_MARK)  # control tokens where the vocabulary has them: to be shown to the reader
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,26 +35,53 @@ class Tools:
     forced: tuple[str, ...] = ()  # names one of which must be called; empty: the model decides
     parallel: bool = True
 
-    def grammar(self) -> GrammarSpec | None:
-        """The constraint of tool_choice required or named; arguments follow the function's own schema."""
+    def grammar(self, marks: Mapping[str, int] = MappingProxyType({})) -> GrammarSpec | None:
+        """The constraint of tool_choice required or named; arguments follow the function's own schema.
+
+        `marks` are the ids of those MARKS that are control tokens; the others are text.
+        """
         if not self.forced:
             return None
-        key = "arguments" if self.format == "tags" else "parameters"
         functions = {tool["function"]["name"]: tool["function"] for tool in self.declared}
         rules, names = [], []
         for index, name in enumerate(self.forced):
             schema = functions[name].get("parameters") or {"type": "object"}
-            head = json.dumps(f'{{"name": {json.dumps(name)}, "{key}": ')
-            rules.append(f'call{index}: {head} args{index} "}}"\nargs{index}: %json {json.dumps(schema)}')
+            rules.append(f"call{index}: {self._call(name, index, marks)}\nargs{index}: %json {json.dumps(schema)}")
             names.append(f"call{index}")
-        call = " | ".join(names)
-        start = f'start: "{OPEN_TAG}\\n" call "\\n{CLOSE_TAG}"' if self.format == "tags" else "start: call"
-        return GrammarSpec("grammar", "\n".join([start, f"call: {call}", *rules]))
+        call = f"call: {' | '.join(names)}"
+        return GrammarSpec("grammar", "\n".join([self._start(marks), call, *rules]))
+
+    def _start(self, marks: Mapping[str, int]) -> str:
+        match self.format:
+            case "tags":
+                return f'start: "{OPEN_TAG}\\n" call "\\n{CLOSE_TAG}"'
+            case "json":
+                return "start: call"
+            case "mistral":
+                return f'start: {_symbol(CALLS_MARK, marks)} "[" call "]"'
+            case "mistral_args":
+                return f"start: {_symbol(CALLS_MARK, marks)} call"
+
+    def _call(self, name: str, index: int, marks: Mapping[str, int]) -> str:
+        if self.format == "mistral_args":
+            return f"{json.dumps(name)} {_symbol(ARGUMENTS_MARK, marks)} args{index}"
+        key = "parameters" if self.format == "json" else "arguments"
+        head = f'{{"name": {json.dumps(name)}, "{key}": '
+        return f'{json.dumps(head)} args{index} "}}"'
+
+
+def _symbol(mark: str, marks: Mapping[str, int]) -> str:
+    """A mark in the grammar: one token by its id, or its characters."""
+    return f"<[{marks[mark]}]>" if mark in marks else json.dumps(mark)
 
 
 def detect_format(template: str | None) -> Format:
     """How a model with this chat template writes its calls."""
-    return "json" if template is not None and OPEN_TAG not in template and "<|python_tag|>" in template else "tags"
+    if template is None or OPEN_TAG in template:
+        return "tags"
+    if CALLS_MARK in template:
+        return "mistral_args" if ARGUMENTS_MARK in template else "mistral"
+    return "json" if "<|python_tag|>" in template else "tags"
 
 
 def read_tools(

@@ -38,6 +38,7 @@ def matrices(model: LoadedModel) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_float_twin_equals_its_folder(model_type: str, tied: bool, tmp_path: Path) -> None:
+    """LD-04: query and key rows of Llama files are reordered back, with fewer key heads than query heads; those of Qwen are not."""
     folder = write_rand_checkpoint(tmp_path / "m", model_type=model_type, tied=tied)
     twin = gguf_from_folder(folder, tmp_path / "m.gguf")
     ours, theirs = load_model(twin), load_model(folder)

@@ -22,10 +22,11 @@ enum class Op { Embed, FusionInput, Fusion, AttentionInput, Qkv, Rotate, Attend,
 static_assert(static_cast<int>(Op::Head) + 1 == kProfileOps);
 
 // Up to this many nodes each thread prepares the inputs of a linear layer for itself.
-constexpr int kPrivateRows = 4;
+constexpr int kPrivateRows = 8;
+static_assert(kPrivateRows >= kFewRows);
 
 struct alignas(64) ThreadState {
-    Buffer<uint8_t> quantised;
+    Buffer<uint8_t> quantised, image;
     Buffer<float> values;
     int prepared = -1;  // phase whose input lies in the buffers above
     AttentionScratch attention;
@@ -202,12 +203,15 @@ class Forward {
             return out;
         }
         ThreadState& t = s_.threads[static_cast<size_t>(thread)];
+        const bool is_wide = wide(op, layer), few = is_few(rows, is_wide);
         if (t.prepared != phase_) {
             const bool quantised = forms(op, layer).first;
             for (int r = 0; r < rows; ++r) prepare_row(op, layer, r, quantised, t.quantised.data(), t.values.data());
+            if (quantised && few) few_image(t.quantised.data(), width, rows, is_wide, t.image.data());
             t.prepared = phase_;
         }
         out.quantised = t.quantised.data();
+        if (few) out.image = t.image.data();
         out.values = t.values.data();
         return out;
     }
@@ -355,6 +359,7 @@ inline void reserve(DecoderState& s, int threads) {
     if (s.threads.size() < static_cast<size_t>(threads)) s.threads.resize(static_cast<size_t>(threads));
     for (ThreadState& t : s.threads) {
         grow(t.quantised, act_bytes(widest, kPrivateRows, true));
+        grow(t.image, few_bytes(widest, kFewRows, true));
         grow(t.values, static_cast<size_t>(kPrivateRows) * static_cast<size_t>(widest));
         grow(t.head, static_cast<size_t>(shape.head_dim));
         grow(t.best, static_cast<size_t>(s.step->scored));

@@ -23,6 +23,7 @@ inline size_t act_bytes(int in, int rows, bool wide) { return act_group_bytes(in
 struct Rows {
     const uint8_t* quantised = nullptr;
     size_t group_bytes = 0;
+    const uint8_t* image = nullptr;  // the same rows as amx_few.h reads them, when they are few
     const float* values = nullptr;
     size_t stride = 0;  // floats from row to row
 };

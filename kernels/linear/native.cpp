@@ -155,6 +155,7 @@ void tile_any(const Packed& w, int tile, const Rows& x, int row, int rows, F* ac
 }  // namespace fs::FS_ISA
 
 #include "kernels/linear/amx.h"
+#include "kernels/linear/amx_few.h"
 
 namespace fs::FS_ISA {
 
@@ -245,9 +246,31 @@ inline void linear_tiles_amx(const Packed& a, const Packed* b, const Rows& x, in
 }
 #endif
 
+#if defined(FS_AMX)
+template <class Sink>
+inline void linear_tiles_few(const Packed& a, const Packed* b, const uint8_t* image, int n, int begin, int end, Sink&& sink) {
+    F first[kFewRows], second[kFewRows];
+    few_configure(n, a.wide);
+    for (int tile = begin; tile < end; ++tile) {
+        few_tile_any(a, tile, image, n, first);
+        add_bias(a, tile, n, first);
+        if (b != nullptr) {
+            few_tile_any(*b, tile, image, n, second);
+            add_bias(*b, tile, n, second);
+        }
+        sink(tile, 0, n, first, second);
+    }
+    amx_release();
+}
+#endif
+
 template <class Sink>
 inline void linear_tiles(const Packed& a, const Packed* b, const Rows& x, int n, int begin, int end, LinearScratch& scratch, Sink&& sink) {
 #if defined(FS_AMX)
+    if (x.image != nullptr && is_quantised(a.kind) && (b == nullptr || is_quantised(b->kind))) {
+        linear_tiles_few(a, b, x.image, n, begin, end, sink);
+        return;
+    }
     if (n >= kMatrixRows && is_quantised(a.kind) && (b == nullptr || is_quantised(b->kind))) {
         linear_tiles_amx(a, b, x, n, begin, end, scratch, sink);
         return;

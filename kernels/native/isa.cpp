@@ -41,7 +41,7 @@ struct LinearJob {
 
 void linear(Team& team, const Packed& w, const float* x, int rows, float* y) {
     LinearJob job{&w, {}, rows, y, std::vector<LinearScratch>(static_cast<size_t>(team.threads()))};
-    Buffer<uint8_t> act;
+    Buffer<uint8_t> act, image;
     job.x.values = x;
     job.x.stride = static_cast<size_t>(w.in);
     if (is_quantised(w.kind)) {
@@ -50,6 +50,11 @@ void linear(Team& team, const Packed& w, const float* x, int rows, float* y) {
         clear_rest(w.in, rows, w.wide, act.data());
         job.x.quantised = act.data();
         job.x.group_bytes = act_group_bytes(w.in, w.wide);
+        if (is_few(rows, w.wide)) {
+            image.resize(few_bytes(w.in, rows, w.wide));
+            few_image(act.data(), w.in, rows, w.wide, image.data());
+            job.x.image = image.data();
+        }
     }
     Phase phase = tiles_phase(w);
     phase.run = [](void* p, int, int begin, int end, int thread) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 import openai
@@ -9,6 +10,19 @@ import pytest
 from serving import Running, running, toy_settings, toy_text
 
 from server.ports import TextTools
+
+FUZZED = pytest.StashKey[Counter[str]]()
+
+
+@pytest.fixture(scope="session")
+def fuzzed(pytestconfig: pytest.Config) -> Counter[str]:
+    """How many of each kind of fuzzed input were tried; printed at the end of the run."""
+    return pytestconfig.stash.setdefault(FUZZED, Counter())
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if counts := config.stash.get(FUZZED, None):
+        terminalreporter.write_line("fuzzed: " + ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())))
 
 
 @pytest.fixture(scope="session")

@@ -43,6 +43,7 @@ def fresh(text: TextTools) -> Running:
 
 
 def test_fresh_server(fresh: Running) -> None:
+    """MX-02: every rate is honest at zero."""
     found = samples(fresh)
     assert {f"forespeak:{name}" for name in NAMES} <= {name for name, _ in found}
     assert not any(math.isnan(value) for value in found.values())
@@ -52,6 +53,7 @@ def test_fresh_server(fresh: Running) -> None:
 
 
 def test_counts_are_those_of_the_answers(fresh: Running) -> None:
+    """MX-02: only delivered tokens count, gauges return to 0, nothing falls."""
     before = samples(fresh)
     answers = [
         fresh.http.post("/v1/chat/completions", json={"messages": USER, "max_tokens": 21, "seed": i}).json() for i in range(3)
@@ -90,6 +92,7 @@ def test_counts_are_those_of_the_answers(fresh: Running) -> None:
 
 
 def test_prefix_hits_are_the_cached_tokens(fresh: Running) -> None:
+    """MX-02: a repeat shows exactly its cached tokens, in usage and in the counter."""
     body = {"messages": [{"role": "user", "content": "some words that are repeated, all of them"}], "max_tokens": 2}
     usages = [fresh.http.post("/v1/chat/completions", json=body).json()["usage"] for _ in range(2)]
     cached = [usage["prompt_tokens_details"]["cached_tokens"] for usage in usages]
@@ -98,6 +101,7 @@ def test_prefix_hits_are_the_cached_tokens(fresh: Running) -> None:
 
 
 def test_counters_survive_a_restart(fresh: Running) -> None:
+    """MX-02: counters never fall, not even when the engine begins anew."""
     body = {"messages": USER, "max_tokens": 4}
     fresh.http.post("/v1/chat/completions", json=body)
     wait_for(lambda: fresh.metric("forespeak:prefix_cache_queries_total") > 0, 3)

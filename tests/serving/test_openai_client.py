@@ -20,6 +20,7 @@ USER: Any = [{"role": "user", "content": "hi"}]
 
 
 def test_chat(client: openai.OpenAI) -> None:
+    """OA-01, OA-02 as the client reads them."""
     answer = client.chat.completions.create(
         model="toy", messages=USER, max_tokens=24, seed=3, logprobs=True, top_logprobs=2, n=2
     )
@@ -69,6 +70,7 @@ def test_completions_and_models(client: openai.OpenAI) -> None:
 
 
 def test_errors(client: openai.OpenAI) -> None:
+    """OA-06 as the client raises them."""
     with pytest.raises(openai.NotFoundError) as missing:
         client.chat.completions.create(model="gpt-6", messages=USER)
     assert missing.value.code == "model_not_found"
@@ -78,7 +80,7 @@ def test_errors(client: openai.OpenAI) -> None:
 
 
 def test_failure_in_the_middle_of_a_stream(text: TextTools) -> None:
-    """One error event ends the stream; the client raises, and others go on."""
+    """OA-06: one error event ends the stream; the client raises APIError, and others go on."""
     with (
         running(toy_settings("step_ms=5,run=1"), text) as server,
         openai.OpenAI(base_url=server.url + "/v1", api_key="x", max_retries=0) as client,

@@ -66,6 +66,7 @@ def nothing_broke(request: pytest.FixtureRequest, server: Running, golden: str) 
 @pytest.mark.parametrize("role", ["system", "developer", "user", "assistant", "tool"])
 @pytest.mark.parametrize("content", [None, "", "text", [], [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]])
 def test_legal_messages(server: Running, role: str, content: Any) -> None:
+    """LM-04: empty and null contents are legal for every role."""
     message = {"role": role, "content": content, "name": None, "surprise": 1}
     if role == "tool":
         message["tool_call_id"] = "call_1"
@@ -112,6 +113,7 @@ def test_assistant_with_tool_calls_needs_no_content(server: Running) -> None:
     ],
 )
 def test_illegal_messages(server: Running, messages: Any, param: str) -> None:
+    """LM-04: nothing to do; CT-02: roles and contents that are none."""
     response = chat(server, messages=messages)
     assert response.status_code == 400, response.text
     error = response.json()["error"]
@@ -122,6 +124,7 @@ def test_illegal_messages(server: Running, messages: Any, param: str) -> None:
 
 
 def test_missing_messages(server: Running) -> None:
+    """LM-04: no messages at all."""
     response = post(server, CHAT, {"max_tokens": 3})
     assert (response.status_code, response.json()["error"]["param"]) == (400, "messages")
 
@@ -136,6 +139,7 @@ NULLABLE = [
 
 
 def test_every_option_may_be_null(server: Running) -> None:
+    """OA-03: null is the default of every optional field, and stray fields are ignored."""
     nulls = dict.fromkeys(NULLABLE)
     for response in (
         post(server, CHAT, nulls | {"messages": USER, "top_logprobs": None, "tools": None, "tool_choice": None, "stop": "q"}),
@@ -188,6 +192,7 @@ def test_every_option_may_be_null(server: Running) -> None:
     ],
 )
 def test_legal_options(server: Running, fields: dict[str, Any]) -> None:
+    """LM-02, LM-05: the edges of what is legal work."""
     response = chat(server, **{"stop": "q"} | fields)
     assert response.status_code == 200, response.text
 
@@ -256,6 +261,8 @@ def test_legal_options(server: Running, fields: dict[str, Any]) -> None:
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_illegal_options(server: Running, fields: dict[str, Any], param: str, stream: bool) -> None:
+    """LM-01, LM-02, LM-05: out-of-range options are refused with the field's name, also before a stream; OA-03:
+    stream_options without stream."""
     if param == "stream_options" and stream:
         return
     response = chat(server, **({"stream": True} if stream else {}), **fields)
@@ -269,6 +276,7 @@ def test_illegal_options(server: Running, fields: dict[str, Any], param: str, st
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
 @pytest.mark.parametrize("field", ["temperature", "top_p", "min_p", "presence_penalty", "logit_bias"])
 def test_numbers_that_are_not(server: Running, field: str, number: str) -> None:
+    """LM-01: NaN and infinities in raw JSON."""
     value = f'{{"5": {number}}}' if field == "logit_bias" else number
     response = post(server, CHAT, f'{{"messages": {json.dumps(USER)}, "{field}": {value}}}')
     assert response.status_code == 400
@@ -276,6 +284,7 @@ def test_numbers_that_are_not(server: Running, field: str, number: str) -> None:
 
 
 def test_refused_by_the_engine_is_a_400_before_the_stream(server: Running) -> None:
+    """OA-06: a request the engine refuses fails before the stream opens."""
     for stream in (False, True):
         response = chat(server, stream=stream, response_format={"type": "grammar", "grammar": "refuse"})
         assert response.status_code == 400
@@ -283,6 +292,7 @@ def test_refused_by_the_engine_is_a_400_before_the_stream(server: Running) -> No
 
 
 def test_newer_token_limit_wins(server: Running) -> None:
+    """OA-04: max_completion_tokens, its elder, both, and none."""
     for fields, count in (
         ({"max_completion_tokens": 5}, 5),
         ({"max_completion_tokens": 5, "max_tokens": 9}, 5),
@@ -310,6 +320,7 @@ def test_legal_prompts(server: Running, prompt: Any) -> None:
     "prompt", ["", [""], [], [[]], None, {}, 5, [512], [-1], [[97], [99999]], ["a", 5], [1.5], [True], ["x"] * 17, [["a"]]]
 )
 def test_illegal_prompts(server: Running, prompt: Any) -> None:
+    """LM-04, LM-05: empty prompts and ids outside the vocabulary."""
     response = complete(server, prompt=prompt)
     assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt"), response.text
 
@@ -331,6 +342,7 @@ def test_echo(server: Running) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("length", [511, 512, 513, 5120])
 def test_prompts_around_the_context(server: Running, length: int, stream: bool) -> None:
+    """LM-03: one token short of the context, at it, above it and far above it."""
     response = complete(server, prompt=[97] * length, stream=stream)
     if length < 512:
         assert response.status_code == 200
@@ -346,6 +358,7 @@ def test_prompts_around_the_context(server: Running, length: int, stream: bool) 
 
 
 def test_long_texts_are_refused_fast(server: Running) -> None:
+    """LM-07: a megabyte of anything is refused by its bytes before it is tokenised."""
     for text in ("a" * 10**6, " " * 10**6, "_" * 10**6, "🙂" * 8 * 10**4):
         began = time.perf_counter()
         response = chat(server, messages=[{"role": "user", "content": text}])
@@ -354,6 +367,7 @@ def test_long_texts_are_refused_fast(server: Running) -> None:
 
 
 def test_many_prompts_over_the_context_at_once(server: Running) -> None:
+    """LM-03: fifty at once."""
     with ThreadPoolExecutor(16) as pool:
         codes = set(pool.map(lambda _: complete(server, prompt=[97] * 600).status_code, range(50)))
     assert codes == {400}
@@ -373,6 +387,8 @@ def whole(chunks: list[Any], index: int = 0) -> tuple[str, list[str]]:
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("stop", [None, "e", ["er", "th"]])
 def test_streamed_and_whole_answers_are_equal(server: Running, n: int, stop: Any) -> None:
+    """OA-01: one usage chunk at the end, equal to the whole answer's; TS-03: text ends before the stop string, streamed
+    or not."""
     fields = {"n": n, "seed": 11, "max_tokens": 40, "stop": stop, "logprobs": True, "top_logprobs": 2}
     answer = chat(server, **fields).json()
     *chunks, done = events(chat(server, **fields, stream=True, stream_options={"include_usage": True}).text)
@@ -404,6 +420,7 @@ def test_streamed_and_whole_answers_are_equal(server: Running, n: int, stop: Any
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_chunk_shape(server: Running, n: int) -> None:
+    """OA-02: one id, a role first, finish_reason in every chunk and once not null, then [DONE]."""
     response = chat(server, stream=True, n=n)
     assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
     assert response.headers["cache-control"] == "no-cache"
@@ -423,11 +440,13 @@ def test_chunk_shape(server: Running, n: int) -> None:
 
 @pytest.mark.parametrize("options", [None, {}, {"include_usage": False}])
 def test_no_usage_unless_asked(server: Running, options: Any) -> None:
+    """OA-01: usage only when asked for."""
     chunks = events(chat(server, stream=True, stream_options=options).text)[:-1]
     assert all(c["choices"] and not c.get("usage") for c in chunks)
 
 
 def test_empty_answer(server: Running) -> None:
+    """OA-02: an answer whose first token ends it."""
     first = chat(server, temperature=0, max_tokens=1, logprobs=True).json()["choices"][0]["logprobs"]["content"][0]["bytes"][0]
     fields = {"temperature": 0, "stop_token_ids": [first]}
     answer = chat(server, **fields).json()
@@ -439,6 +458,7 @@ def test_empty_answer(server: Running) -> None:
 
 
 def test_separators_are_escaped() -> None:
+    """TS-05: an event is one line for every reader of lines."""
     from server.httpio import sse_event
 
     text = "a\u2028b\u2029c\x85d\r\n\x00✓\U0001f642"
@@ -448,7 +468,7 @@ def test_separators_are_escaped() -> None:
 
 
 def test_first_event_does_not_wait_for_the_second_token(text: TextTools) -> None:
-    """Not compressed and not gathered, whatever the client would accept."""
+    """OA-07: not compressed and not gathered, whatever the client would accept."""
     with running(toy_settings("step_ms=300,run=1"), text) as slow, socket.create_connection(("127.0.0.1", slow.port)) as raw:
         body = json.dumps({"messages": USER, "max_tokens": 4, "stream": True}).encode()
         head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nAccept-Encoding: gzip, br\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -468,6 +488,7 @@ def test_first_event_does_not_wait_for_the_second_token(text: TextTools) -> None
 
 
 def test_errors_have_one_shape(server: Running) -> None:
+    """OA-06: status and body of errors."""
     for response, status, code in (
         (post(server, CHAT, "{bad"), 400, "invalid_json"),
         (post(server, CHAT, b"\xff"), 400, "invalid_json"),
@@ -497,6 +518,7 @@ def test_models_and_tokenize(server: Running) -> None:
 @pytest.mark.parametrize("extra", [-1, 0, 1, 5 * 2**20])
 @pytest.mark.parametrize("chunked", [False, True])
 def test_body_limit(server: Running, extra: int, chunked: bool) -> None:
+    """WS-04 over HTTP: 413 above the limit, with and without Content-Length."""
     body = json.dumps({"messages": USER, "max_tokens": 1, "metadata": ""}).encode()
     body = body[:-2] + b"x" * (2**20 + extra - len(body)) + body[-2:]
 
@@ -515,6 +537,7 @@ def test_body_limit(server: Running, extra: int, chunked: bool) -> None:
 
 
 def test_clients_that_leave_stop_the_work(text: TextTools) -> None:
+    """WS-01 over HTTP: streamed and whole answers of clients that close, reset or half-close."""
     with running(toy_settings("step_ms=20,run=1"), text) as slow:
         body = {"messages": USER, "max_tokens": 400}
         for stream in (True, False):
@@ -538,7 +561,7 @@ def test_clients_that_leave_stop_the_work(text: TextTools) -> None:
 
 
 def test_pathological_prompt_does_not_hold_up_neighbours(text: TextTools) -> None:
-    """A megabyte of one letter is refused or tokenised beside the event loop, while another client streams on."""
+    """LM-07: a megabyte of one letter is refused or tokenised beside the event loop, while another client streams on."""
     with running(toy_settings("step_ms=5,run=1"), text) as server:
         arrivals: list[float] = []
 

@@ -43,6 +43,7 @@ def all_routes(locked: Running) -> list[Any]:
 
 
 def test_every_route_asks_for_the_key(locked: Running) -> None:
+    """SE-02: a walk over every HTTP route."""
     seen = 0
     for route in all_routes(locked):
         if not isinstance(route, Route):
@@ -67,6 +68,7 @@ def test_every_route_asks_for_the_key(locked: Running) -> None:
 
 
 def test_every_socket_asks_for_the_key(locked: Running) -> None:
+    """SE-02: a walk over every socket."""
     paths = [route.path for route in all_routes(locked) if isinstance(route, WebSocketRoute)]
     assert set(paths) == {"/v1/ws", "/v1/responses"}
     for path in paths:
@@ -91,6 +93,7 @@ def first_close(locked: Running, *frames: Any) -> int:
 
 
 def test_key_as_the_first_message(locked: Running) -> None:
+    """SE-02: a browser says its key first, and nothing is done before."""
     chat = {"type": "chat", "id": 1, "messages": USER}
     assert first_close(locked, {"type": "auth", "key": "wrong-key"}) == 4401
     assert first_close(locked, chat) == 4401
@@ -116,6 +119,7 @@ def test_key_as_the_first_message(locked: Running) -> None:
     ],
 )
 def test_origins(locked: Running, origin: str | None, allowed: bool) -> None:
+    """SE-02: foreign origins are refused on routes and sockets, listed ones and none are let in."""
     if origin == "same":
         origin = locked.url
     headers = auth(ALICE) | ({"Origin": origin} if origin else {})
@@ -135,6 +139,7 @@ def test_origins(locked: Running, origin: str | None, allowed: bool) -> None:
 
 
 def test_foreign_hosts_are_refused_on_loopback(locked: Running) -> None:
+    """SE-02: a name that points here is not enough."""
     for host, status in (
         ("evil.example", 403),
         ("localhost.evil.example", 403),
@@ -174,7 +179,7 @@ def test_page_policy(server: Running) -> None:
 
 
 def test_keys_do_not_share_the_cache(locked: Running) -> None:
-    """Both halves: the same key hits, another does not, and what a client says of itself changes nothing."""
+    """PC-05, both halves: the same key hits, another does not, and what a client says of itself changes nothing."""
 
     def cached(key: str, **fields: Any) -> int:
         question = [{"role": "user", "content": "a question that no other test asks, long enough to fill a page"}]
@@ -239,6 +244,7 @@ def test_another_host_needs_a_key(tmp_path: Path) -> None:
 
 
 def test_compare_looks_at_every_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SE-02: the comparison takes the same time whichever key is right."""
     import hmac
 
     calls = []

@@ -35,6 +35,7 @@ def check_end(server: Process, engine: int, code: int, seconds: float) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_idle_sockets(tmp_path: Path, number: int) -> None:
+    """SH-02: idle sockets are closed with 1012 and hold nothing up."""
     with server_process(tmp_path) as server:
         engine = server.engine_pid()
         sockets = [ws_client.connect(server.ws_url).__enter__() for _ in range(20)]
@@ -51,6 +52,7 @@ def test_idle_sockets(tmp_path: Path, number: int) -> None:
 
 
 def test_answers_finish_during_the_drain(tmp_path: Path) -> None:
+    """SH-02: during load, answers finish and new ones are refused."""
     with server_process(tmp_path, "step_ms=10,run=1", drain_seconds=10) as server, httpx.Client(base_url=server.url) as http:
         engine = server.engine_pid()
         answers: list[Any] = []
@@ -126,6 +128,7 @@ def test_second_signal_ends_at_once(tmp_path: Path) -> None:
 
 
 def test_signal_during_the_load(tmp_path: Path) -> None:
+    """SH-02: a signal while the model loads."""
     with server_process(tmp_path, "load_ms=30000", ready=False) as server:
         engine = server.engine_pid()
         loading = httpx.post(server.url + "/v1/chat/completions", json={"messages": USER})
@@ -136,6 +139,7 @@ def test_signal_during_the_load(tmp_path: Path) -> None:
 
 
 def test_signal_during_a_long_step(tmp_path: Path) -> None:
+    """SH-02: a signal in the middle of a long prefill."""
     with server_process(tmp_path, "step_ms=1500,run=1", drain_seconds=0) as server:
         engine = server.engine_pid()
         thread = threading.Thread(

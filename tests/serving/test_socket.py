@@ -96,6 +96,7 @@ def test_chat_in_both_encodings(server: Running, subprotocol: str | None) -> Non
 
 
 def test_bad_frames_on_one_connection(server: Running) -> None:
+    """WS-03: every bad frame is answered with a typed error, and the connection goes on."""
     with Client(server) as client:
         bad: list[Any] = [json.dumps({"type": "ping"}).encode(), b"\xff\x00", "{bad", "[]", "3", "null", "", '{"type":"dance"}']
         for frame in bad:
@@ -110,6 +111,7 @@ def test_bad_frames_on_one_connection(server: Running) -> None:
 
 
 def test_bad_msgpack_frames(server: Running) -> None:
+    """WS-03, the other encoding."""
     with Client(server, MSGPACK_SUBPROTOCOL) as client:
         for frame in (b"", b"\xc1", b"\x93", msgspec.msgpack.encode([1]), "text"):
             client.ws.send(frame)
@@ -121,6 +123,7 @@ def test_bad_msgpack_frames(server: Running) -> None:
 
 
 def test_text_that_is_not_utf8_closes_with_1007(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    """WS-03: text that is not UTF-8 closes with 1007, without a traceback."""
     with Client(server) as client:
         client.ws.socket.sendall(Frame(Opcode.TEXT, b'{"type":"\xff"}').serialize(mask=True))
         assert client.close_code() == 1007
@@ -129,6 +132,7 @@ def test_text_that_is_not_utf8_closes_with_1007(server: Running, caplog: pytest.
 
 @pytest.mark.parametrize(("size", "fits"), [(2**20 - 1, True), (2**20, True), (2**20 + 1, False), (20 * 2**20, False)])
 def test_message_size(server: Running, size: int, fits: bool) -> None:
+    """WS-04: up to the limit a message is taken, above it the socket is closed with 1009."""
     with Client(server, compression=None) as client:
         frame = json.dumps({"type": "ping", "x": ""})
         frame = frame[:-2] + "x" * (size - len(frame)) + '"}'
@@ -158,6 +162,7 @@ def test_message_size(server: Running, size: int, fits: bool) -> None:
     ],
 )
 def test_refused_chats(server: Running, fields: dict[str, Any], param: str) -> None:
+    """LM-01, LM-02, LM-04, LM-05 on the socket: an error frame names the field, and the connection goes on."""
     with Client(server) as client:
         client.chat("a", **fields)
         error = client.recv()
@@ -167,6 +172,7 @@ def test_refused_chats(server: Running, fields: dict[str, Any], param: str) -> N
 
 
 def test_cancel_while_tokens_are_sent(text: TextTools) -> None:
+    """WS-06: messages are read while tokens are sent; a cancel ends its answer within a few steps."""
     with running(toy_settings("step_ms=20,run=1"), text) as slow, Client(slow) as client:
         client.chat("r1", max_tokens=400)
         arrivals = []
@@ -186,7 +192,7 @@ def test_cancel_while_tokens_are_sent(text: TextTools) -> None:
 
 
 def test_cancel_of_a_queued_request(text: TextTools) -> None:
-    """Requests cancelled before their turn never run, and the others are not disturbed."""
+    """SC-03: requests cancelled before their turn never run, and the others are not disturbed."""
     with running(toy_settings("step_ms=5,run=1,batch=1"), text) as slow, Client(slow) as client:
         client.chat("a", max_tokens=100, temperature=0)
         while client.recv()["type"] != "delta":
@@ -245,14 +251,17 @@ def test_resume_after_a_lost_socket(text: TextTools) -> None:
 
 
 @pytest.mark.parametrize("leave", ["close", "reset", "half"])
-def test_client_gone(text: TextTools, leave: str) -> None:
-    with running(toy_settings("step_ms=20,run=1"), text) as slow:
-        clients = [Client(slow, close_timeout=0.2) for _ in range(5)]
+@pytest.mark.parametrize("batch", [64, 1], ids=["running", "queued"])
+def test_client_gone(text: TextTools, caplog: pytest.LogCaptureFixture, leave: str, batch: int) -> None:
+    """WS-01: a client that leaves in any way stops its work, running or queued, and nothing is said about it in the log."""
+    with running(toy_settings(f"step_ms=20,run=1,batch={batch}"), text) as slow:
+        clients = [Client(slow, close_timeout=0.2) for _ in range(10)]
         for client in clients:
             client.chat("a", max_tokens=400)
             client.chat("b", max_tokens=400)
-            while client.recv()["type"] != "delta":
+            while (batch > 1 or client is clients[0]) and client.recv()["type"] != "delta":
                 pass
+        wait_for(lambda: slow.server.num_running == 20, 5)
         for client in clients:
             raw = client.ws.socket
             if leave == "close":
@@ -265,6 +274,10 @@ def test_client_gone(text: TextTools, leave: str) -> None:
                 raw.shutdown(socket.SHUT_WR)
         wait_for(lambda: slow.server.num_running == 0, 2)
         wait_for(lambda: slow.metric("forespeak:kv_pages", state="live") == 0, 3)
+        told = slow.metric("forespeak:generation_tokens_total")
+        assert slow.metric("forespeak:num_requests_waiting") == slow.metric("forespeak:num_requests_running") == 0
+        assert told < 20 * 100
+    assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR") or record.exc_info]
 
 
 def test_slow_reader_is_detached_and_others_go_on(text: TextTools) -> None:
@@ -319,7 +332,7 @@ def test_slow_reader_is_detached_and_others_go_on(text: TextTools) -> None:
 
 
 def test_event_loop_stays_alive(text: TextTools) -> None:
-    """Keepalive answers come at once while others decode."""
+    """WS-05: keepalive answers come at once while others decode."""
     with running(toy_settings("step_ms=0,run=4"), text) as busy, Client(busy) as idle, Client(busy) as worker:
         worst = []
         for number in range(20):

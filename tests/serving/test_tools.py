@@ -18,8 +18,9 @@ from server.ports import TextTools
 from server.serve import ServeOptions
 from server.template import ChatTemplate
 from server.tokenizer import load_tokenizer
-from server.tool_parser import CallArguments, CallEnd, CallStart, Text, ToolParser
-from server.tools import Tools, read_tools
+from server.tool_events import CallArguments, CallEnd, CallStart, Text
+from server.tool_parser import ToolParser, reader_for
+from server.tools import MARKS, Tools, detect_format, read_tools
 from spec.errors import RequestError
 from spec.grammar import GrammarCompiler
 
@@ -34,7 +35,7 @@ def read(
     text: str, format: Any = "tags", sizes: tuple[int, ...] = (1,), parallel: bool = True
 ) -> tuple[str, list[tuple[str, str]]]:
     """(text, [(name, arguments)]) of an answer cut into chunks of these sizes, in turn."""
-    parser = ToolParser(format, parallel)
+    parser = reader_for(format, parallel)
     events, start, turn = [], 0, 0
     while start < len(text):
         size = sizes[turn % len(sizes)]
@@ -48,7 +49,7 @@ def read(
             shown += event.text
         elif isinstance(event, CallStart):
             assert event.index == len(calls)
-            assert event.id.startswith("call_")
+            assert event.id.isalnum() and len(event.id) == 9 if format == "mistral" else event.id.startswith("call_")
             open_call = [event.name, ""]
         elif isinstance(event, CallArguments):
             assert open_call is not None
@@ -81,6 +82,22 @@ CASES = [
     ("json", 'The object {"name": "x"} is text', 'The object {"name": "x"} is text', []),
     ("json", '{"answer": 42}', '{"answer": 42}', []),
     ("json", "", "", []),
+    ("mistral", f'[TOOL_CALLS] [{{"name": "weather", "arguments": {ARGUMENTS}}}]', "", [("weather", ARGUMENTS)]),
+    (
+        "mistral",
+        f'Well. [TOOL_CALLS][{{"arguments": {ARGUMENTS}, "name": "weather", "id": "x"}}]',
+        "Well. ",
+        [("weather", ARGUMENTS)],
+    ),
+    ("mistral", '[TOOL_CALLS][{"name": "a"}, {"name": "b", "arguments": {}}] \n', "", [("a", "{}"), ("b", "{}")]),
+    ("mistral", f"[TOOL_CALLS]weather[ARGS]{ARGUMENTS}", "", [("weather", ARGUMENTS)]),
+    ("mistral", " [TOOL_CALLS] a[CALL_ID]x1[ARGS]{}\n[TOOL_CALLS]b{} Done.", " Done.", [("a", "{}"), ("b", "{}")]),
+    ("mistral", '[TOOL_CALLS]time[ARGS]{"a": ', "", [("time", '{"a": ')]),
+    ("mistral", "[TOOL_CALLS] not a call {}", "[TOOL_CALLS] not a call {}", []),
+    ("mistral", "[TOOL_CALLS][7]", "[TOOL_CALLS][7]", []),
+    ("mistral", "[TOOL_CALLS][]", "[TOOL_CALLS][]", []),
+    ("mistral", "[TOOL_CALLS]" + "x" * 300, "[TOOL_CALLS]" + "x" * 300, []),
+    ("mistral", "a list [1] and [TOOL", "a list [1] and [TOOL", []),
 ]
 
 
@@ -98,7 +115,10 @@ def test_random_chunks(case: Any, sizes: list[int]) -> None:
     assert read(text, format, tuple(sizes)) == (shown, calls)
 
 
-@given(st.text(alphabet='<tool_ca>/{}"name:, \\x', max_size=60), st.sampled_from(["tags", "json"]))
+PIECES = st.sampled_from([*'<>/{}[]":, \\x', "<tool_call>", "</tool_call>", *MARKS, '"name"', '"arguments"', "name"])
+
+
+@given(st.lists(PIECES, max_size=30).map("".join), st.sampled_from(["tags", "json", "mistral"]))
 def test_no_text_is_lost(text: str, format: Any) -> None:
     """Whatever is not a call comes out again, and chunking never changes what is read."""
     shown, calls = read(text, format)
@@ -116,6 +136,25 @@ def test_arguments_stream() -> None:
 
 def test_one_call_when_parallel_is_off() -> None:
     assert read(ONE + ONE, parallel=False) == ("", [("weather", ARGUMENTS)])
+    for second in (
+        '[TOOL_CALLS]a[ARGS]{"n": 1}[TOOL_CALLS]b[ARGS]{"n": 2}',
+        '[TOOL_CALLS][{"name": "a", "arguments": {"n": 1}}, {"name": "b"}]',
+    ):
+        assert read(second, "mistral", parallel=False) == ("", [("a", '{"n": 1}')])
+
+
+@pytest.mark.parametrize(
+    ("template", "format"),
+    [
+        (None, "tags"),
+        ("... <tool_call> ...", "tags"),
+        ("... <|python_tag|> ...", "json"),
+        ("... [AVAILABLE_TOOLS] ... [TOOL_CALLS] [ ...", "mistral"),
+        ("... [TOOL_CALLS]{{ name }}[ARGS]{{ arguments }}", "mistral_args"),
+    ],
+)
+def test_the_template_tells_how_a_model_writes_calls(template: str | None, format: str) -> None:
+    assert detect_format(template) == format
 
 
 # ---- declarations
@@ -182,7 +221,7 @@ def test_illegal_declarations(fields: dict[str, Any], param: str) -> None:
     json.dumps(refused.value.body())
 
 
-@pytest.mark.parametrize("format", ["tags", "json"])
+@pytest.mark.parametrize("format", ["tags", "json", "mistral", "mistral_args"])
 def test_forced_grammar_takes_calls_and_nothing_else(text: TextTools, format: Any) -> None:
     """The grammar as the engine compiles it, token by token."""
     schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"], "additionalProperties": False}
@@ -191,13 +230,18 @@ def test_forced_grammar_takes_calls_and_nothing_else(text: TextTools, format: An
     grammar = made.grammar() if made is not None else None
     assert grammar is not None
     compiler = GrammarCompiler(text.tokenizer.tokenizer_json(), (258,), 512)
-    key = "arguments" if format == "tags" else "parameters"
+    key = "parameters" if format == "json" else "arguments"
     call = f'{{"name": "weather", "{key}": {{"city": "Oslo"}}}}'
-    said = f"<tool_call>\n{call}\n</tool_call>" if format == "tags" else call
+    said = {
+        "tags": f"<tool_call>\n{call}\n</tool_call>",
+        "json": call,
+        "mistral": f"[TOOL_CALLS][{call}]",
+        "mistral_args": '[TOOL_CALLS]weather[ARGS]{"city": "Oslo"}',
+    }[format]
     state = compiler.compile(grammar)
     state.advance(text.tokenizer.encode(said))
     assert state.is_complete
-    assert read(said, format) == ("", [("weather", '{"city": "Oslo"}')])
+    assert read(said, format.removesuffix("_args")) == ("", [("weather", '{"city": "Oslo"}')])
     for wrong in ("weather is nice", said.replace("weather", "wether"), said.replace('"Oslo"', "5")):
         with pytest.raises(RequestError):
             compiler.compile(grammar).advance(text.tokenizer.encode(wrong))
@@ -309,3 +353,50 @@ def test_forced_calls_reach_the_engine_as_a_grammar(speaker: Any) -> None:
     )
     assert refused.json()["error"]["param"] == "response_format"
     assert speaker.http.post("/v1/chat/completions", json=BODY | {"tool_choice": "required"}).status_code == 200
+
+
+# ---- marks that are control tokens
+
+
+@pytest.fixture(scope="module")
+def marked(tmp_path_factory: pytest.TempPathFactory) -> TextTools:
+    """A vocabulary whose token 256 is the control token [TOOL_CALLS]."""
+    folder = tmp_path_factory.mktemp("marked")
+    toy_text(folder)
+    for path in folder.glob("*.json"):
+        path.write_text(path.read_text().replace("<|endoftext|>", "[TOOL_CALLS]"))
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config |= {"chat_template": TEMPLATE.replace("<tool_call>", "[TOOL_CALLS]"), "eos_token": "<|im_end|>", "bos_token": None}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = load_tokenizer(folder, None)
+    return TextTools.of(tokenizer, ChatTemplate(tokenizer))
+
+
+def test_a_mark_that_is_a_control_token_is_read_and_never_shown(marked: TextTools) -> None:
+    assert (marked.tool_format, marked.tool_marks) == ("mistral", {"[TOOL_CALLS]": 256})
+    options = ServeOptions(factory="toy_engine:build_echo", factory_paths=(str(SUPPORT),))
+    said = [{"role": "user", "content": '\x01[{"name": "weather", "arguments": {"city": "Oslo"}}]'}]
+    with running(toy_settings(), marked, options) as run:
+        body = {"messages": said, "tools": [WEATHER], "max_tokens": 200}
+        [choice] = run.http.post("/v1/chat/completions", json=body).json()["choices"]
+        without = run.http.post("/v1/chat/completions", json=body | {"tools": None}).json()["choices"][0]["message"]
+        [call] = choice["message"]["tool_calls"]
+        again = {"messages": [*said, choice["message"], {"role": "tool", "tool_call_id": call["id"], "content": "rain"}]}
+        after = run.http.post("/v1/chat/completions", json=body | again).json()["choices"][0]["message"]
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
+    assert call["function"] == {"name": "weather", "arguments": '{"city": "Oslo"}'}
+    assert without["content"] == said[0]["content"][1:]
+    assert after["content"] == "rain"
+
+
+def test_a_forced_call_begins_with_the_control_token(marked: TextTools) -> None:
+    made = tools(declared=[TIME], choice="required", format="mistral")
+    grammar = made.grammar(marked.tool_marks) if made is not None else None
+    assert grammar is not None
+    compiler = GrammarCompiler(marked.tokenizer.tokenizer_json(), (258,), 512)
+    call = marked.tokenizer.encode('[{"name": "time", "arguments": {}}]')
+    state = compiler.compile(grammar)
+    state.advance([256, *call])
+    assert state.is_complete
+    with pytest.raises(RequestError):
+        compiler.compile(grammar).advance(marked.tokenizer.encode("[TOOL_CALLS]") + call)

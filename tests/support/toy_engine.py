@@ -154,14 +154,15 @@ def build(settings: Settings) -> tuple[ToyEngine, Ready]:
 
 
 class EchoEngine(ToyEngine):
-    """Says the last message of its ChatML prompt, token by token."""
+    """Says the last message of its ChatML prompt, token by token; for a byte 1 the control token 256."""
 
     def _next(self, request: Request, position: int, last: int) -> int:
         ids = list(request.prompt_ids)
         starts = [i for i, token in enumerate(ids) if token == START]
         message = ids[starts[-2] : starts[-1]]  # the last one opens the answer
         text = message[message.index(ord("\n")) + 1 : message.index(END)]
-        return text[position] if position < len(text) else END
+        token = text[position] if position < len(text) else END
+        return 256 if token == 1 else token
 
 
 def build_echo(settings: Settings) -> tuple[ToyEngine, Ready]:

@@ -1,0 +1,198 @@
+// Tiles of 16 outputs by 2 to 8 rows on the matrix unit: a tree of drafts costs little more than its root.
+//
+// A product of the unit costs the same for one row as for eight, so a pair of blocks is one product: the rows stand in the tile twice,
+// once with the codes of the first block and zeros behind, once with zeros ahead of the codes of the second. The low codes of wide rows
+// follow as more rows of the same tile where sixteen are enough. Weights are unpacked a few pairs ahead into a ring: the unit cannot read
+// what has just been stored without waiting for it. The integers are exact and the float part is the chain of native.cpp: the same bits.
+#pragma once
+
+#include "matrix_unit.h"
+
+namespace fs::FS_ISA {
+
+constexpr int kFewRows = 8;
+#if defined(FS_AMX)
+constexpr int kFewest = 5, kFewestWide = 2;  // fewer rows are faster on the vector unit
+inline bool is_few(int n, bool wide) { return n >= (wide ? kFewestWide : kFewest) && n <= kFewRows; }
+#else
+inline bool is_few(int, bool) { return false; }
+#endif
+
+// The image of up to eight quantised rows: per pair of blocks 2n lines of codes (4n for wide rows), then per block n scales and n scaled sums.
+inline size_t few_lines(int n, bool wide) { return static_cast<size_t>(n) * (wide ? 4 : 2); }
+inline size_t few_bytes(int in, int n, bool wide) {
+    const size_t pairs = static_cast<size_t>(in + 2 * kBlock - 1) / (2 * kBlock);
+    return pairs * (few_lines(n, wide) * 64 + static_cast<size_t>(n) * 16);
+}
+
+inline void few_image(const uint8_t* act, int in, int n, bool wide, uint8_t* image) {
+    const size_t pairs = static_cast<size_t>(in + 2 * kBlock - 1) / (2 * kBlock), part = act_part_bytes(in), rows = static_cast<size_t>(n);
+    auto* scales = reinterpret_cast<float*>(image + pairs * few_lines(n, wide) * 64);
+    const uint8_t none[kBlock] = {};
+    for (size_t block = 0; block < 2 * pairs; ++block, act += kActRecord) {
+        for (size_t low = 0; low < (wide ? 2 : 1); ++low) {
+            for (size_t r = 0; r < rows; ++r, image += 64) {
+                const uint8_t* codes = act + low * part + kActRow * r;
+                std::memcpy(image, block % 2 == 0 ? codes : none, kBlock);
+                std::memcpy(image + kBlock, block % 2 == 0 ? none : codes, kBlock);
+            }
+        }
+        for (size_t r = 0; r < rows; ++r) {
+            std::memcpy(scales + r, act + kActRow * r + kActScale, 4);
+            std::memcpy(scales + rows + r, act + kActRow * r + kActScaledSum, 4);
+        }
+        scales += 2 * rows;
+    }
+}
+
+#if defined(FS_AMX)
+
+// Lines of one product: all of a pair's where they fit into a tile, else those of one block.
+constexpr int few_tile_rows(int n, bool wide) { return wide && n > 4 ? 2 * n : (wide ? 4 : 2) * n; }
+
+// Tiles 0, 1 and 6, 7: sums. 2, 3: activations. 4, 5: weights (16 rows of 16 x 4 bytes: two blocks).
+inline void few_configure(int n, bool wide) {
+    TileShapes shapes;
+    for (int tile : {0, 1, 2, 3, 6, 7}) shapes.set(tile, few_tile_rows(n, wide), 64);
+    for (int tile : {4, 5}) shapes.set(tile, 16, 64);
+    amx_configure(shapes);
+}
+
+constexpr int kAhead = 3, kRing = 4;  // pairs
+constexpr size_t kPairBytes = 2 * kUnpackedBlock;
+
+#define FS_FEW_PRODUCT(kind, sum, rows, codes)      \
+    if constexpr (kind == Kind::Q8Min) {            \
+        FS_TILE_DOT("tdpbsud", sum, rows, codes);   \
+    } else {                                        \
+        FS_TILE_DOT("tdpbssd", sum, rows, codes);   \
+    }
+
+// A pair's sums: [block][high, low][n] lines of 16.
+template <Kind K, int N, bool Wide, bool Odd>
+inline void few_product(const uint8_t* lines, const uint8_t* codes, int32_t* sums) {
+    constexpr int kRows = few_tile_rows(N, Wide);
+    constexpr bool kTwo = Wide && N > 4;
+    if constexpr (Odd) {
+        FS_TILE_ZERO(1);
+        FS_TILE_LOAD(3, lines, 64);
+        FS_TILE_LOAD(5, codes, 64);
+        FS_FEW_PRODUCT(K, 1, 3, 5)
+        FS_TILE_STORE(1, sums, 64);
+        if constexpr (kTwo) {
+            FS_TILE_ZERO(7);
+            FS_TILE_LOAD(3, lines + 64 * kRows, 64);
+            FS_FEW_PRODUCT(K, 7, 3, 5)
+            FS_TILE_STORE(7, sums + 16 * kRows, 64);
+        }
+    } else {
+        FS_TILE_ZERO(0);
+        FS_TILE_LOAD(2, lines, 64);
+        FS_TILE_LOAD(4, codes, 64);
+        FS_FEW_PRODUCT(K, 0, 2, 4)
+        FS_TILE_STORE(0, sums, 64);
+        if constexpr (kTwo) {
+            FS_TILE_ZERO(6);
+            FS_TILE_LOAD(2, lines + 64 * kRows, 64);
+            FS_FEW_PRODUCT(K, 6, 2, 4)
+            FS_TILE_STORE(6, sums + 16 * kRows, 64);
+        }
+    }
+}
+
+template <Kind K, int N, bool Wide>
+inline void few_float_part(const uint8_t* scale, const uint8_t* minimum, const float* scales, const int32_t* sums, F (&acc)[N]) {
+    const F d = load_half(reinterpret_cast<const uint16_t*>(scale));
+    F m = zero();
+    if constexpr (K == Kind::Q4Min) m = load_half(reinterpret_cast<const uint16_t*>(minimum));
+    if constexpr (K == Kind::Q8Min) m = load(reinterpret_cast<const float*>(minimum));
+#pragma GCC unroll 8
+    for (int r = 0; r < N; ++r) {
+        I dot = load(sums + 16 * r);
+        if constexpr (Wide) dot = add(times255(dot), load(sums + 16 * (N + r)));
+        acc[r] = fma(mul(d, set1(scales[r])), to_float(dot), acc[r]);
+        if constexpr (K == Kind::Q4Min || K == Kind::Q8Min) acc[r] = fma(m, set1(scales[N + r]), acc[r]);
+    }
+}
+
+template <Kind K>
+inline void few_unpack(const uint8_t* w, uint8_t* ring) {
+    unpack_block<K>(w, ring);
+    unpack_block<K>(w + code_bytes(K), ring + kUnpackedBlock);
+}
+
+template <Kind K, int N, bool Wide>
+void few_tile(const uint8_t* w, int pairs, const uint8_t* image, F* out) {
+    constexpr size_t record = record_bytes(K), minimum_bytes = K == Kind::Q8Min ? 64 : 32;
+    constexpr size_t lines = 64 * static_cast<size_t>(N) * (Wide ? 4 : 2), block_sums = 16 * static_cast<size_t>(N) * (Wide ? 2 : 1);
+    alignas(64) uint8_t ring[kRing * kPairBytes];
+    alignas(64) int32_t even[2 * block_sums], odd[2 * block_sums];
+    const auto* scales = reinterpret_cast<const float*>(image + static_cast<size_t>(pairs) * lines);
+    F acc[N];
+    for (int r = 0; r < N; ++r) acc[r] = zero();
+    const auto unpack = [&](int p) {
+        if (p < pairs) few_unpack<K>(w + static_cast<size_t>(p) * record, ring + static_cast<size_t>(p % kRing) * kPairBytes);
+    };
+    const auto product = [&](int p, auto is_odd, int32_t* sums) {
+        if (p < pairs) few_product<K, N, Wide, decltype(is_odd)::value>(image + static_cast<size_t>(p) * lines, ring + static_cast<size_t>(p % kRing) * kPairBytes, sums);
+    };
+    const auto settle = [&](int p, const int32_t* sums) {
+        const uint8_t* here = w + static_cast<size_t>(p) * record;
+#pragma GCC unroll 20
+        for (size_t line = 0; line < record; line += 64) {
+            prefetch_far(here + kPrefetchFar + line);
+            prefetch(here + kPrefetchNear + kAhead * record + line);
+        }
+        unpack(p + kAhead);
+        const uint8_t* scale = here + 2 * code_bytes(K);
+        const float* fields = scales + static_cast<size_t>(p) * 4 * N;
+        few_float_part<K, N, Wide>(scale, scale + 64, fields, sums, acc);
+        few_float_part<K, N, Wide>(scale + 32, scale + 64 + minimum_bytes, fields + 2 * N, sums + block_sums, acc);
+    };
+    for (int p = 0; p < kAhead; ++p) unpack(p);
+    product(0, std::false_type{}, even);
+    for (int p = 0; p < pairs; p += 2) {
+        product(p + 1, std::true_type{}, odd);
+        settle(p, even);
+        if (p + 1 >= pairs) break;
+        product(p + 2, std::false_type{}, even);
+        settle(p + 1, odd);
+    }
+    for (int r = 0; r < N; ++r) out[r] = acc[r];
+}
+
+template <Kind K, bool Wide>
+inline void few_tile_of(const Packed& w, int tile, const uint8_t* image, int n, F* out) {
+    switch (n) {
+        case 2: few_tile<K, 2, Wide>(w.tile(tile), w.pairs, image, out); break;
+        case 3: few_tile<K, 3, Wide>(w.tile(tile), w.pairs, image, out); break;
+        case 4: few_tile<K, 4, Wide>(w.tile(tile), w.pairs, image, out); break;
+        case 5: few_tile<K, 5, Wide>(w.tile(tile), w.pairs, image, out); break;
+        case 6: few_tile<K, 6, Wide>(w.tile(tile), w.pairs, image, out); break;
+        case 7: few_tile<K, 7, Wide>(w.tile(tile), w.pairs, image, out); break;
+        default: few_tile<K, 8, Wide>(w.tile(tile), w.pairs, image, out); break;
+    }
+}
+
+template <Kind K>
+inline void few_tile_as(const Packed& w, int tile, const uint8_t* image, int n, F* out) {
+    if (w.wide) {
+        few_tile_of<K, true>(w, tile, image, n, out);
+    } else {
+        few_tile_of<K, false>(w, tile, image, n, out);
+    }
+}
+
+// out[0..n) = the rows of the image times the 16 outputs of `tile`.
+inline void few_tile_any(const Packed& w, int tile, const uint8_t* image, int n, F* out) {
+    switch (w.kind) {
+        case Kind::Q4Min: few_tile_as<Kind::Q4Min>(w, tile, image, n, out); break;
+        case Kind::Q4Offset: few_tile_as<Kind::Q4Offset>(w, tile, image, n, out); break;
+        case Kind::Q8Min: few_tile_as<Kind::Q8Min>(w, tile, image, n, out); break;
+        default: few_tile_as<Kind::Q8Offset>(w, tile, image, n, out); break;
+    }
+}
+
+#endif
+
+}  // namespace fs::FS_ISA
