@@ -1,6 +1,6 @@
 """The attention head while it is trained: one decoder layer over (state, token) pairs (EAGLE, Li et al. 2024).
 
-The file's kind is "forespeak.heads/2", its arithmetic is written down in `drafters.head_models`. Position t takes the target's state
+The file's kind is "forespeak.heads/2", its arithmetic is written down in `drafters.layer_models`. Position t takes the target's state
 at t - 1 and the token at t and guesses the token at t + 1. Further guesses take the head's own last state instead; they see the
 first pass's keys up to their anchor, and then the keys of their own chain.
 """
