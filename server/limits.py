@@ -33,7 +33,8 @@ class Limits:
     auth_seconds: float = 10.0  # for the first message of a socket without a key
     errors_per_socket: int = 1000  # unread error frames a socket may pile up
     pending_bytes: int = 256 * 1024  # unsent text of one socket before it counts as slow
-    slow_seconds: float = 20.0  # one frame may wait this long for the socket
+    slow_seconds: float = 20.0  # one frame may wait this long for the socket, and a ping for its answer
+    ping_seconds: float = 20.0  # between keepalive pings of a socket
     ring_frames: int = 256  # sent frames kept for a resume
     resume_seconds: float = 120.0  # a detached answer is kept this long
     resumable_per_key: int = 64

@@ -87,6 +87,7 @@ def load_text(settings: Settings) -> TextTools:
     cache = Path(settings.cache_dir).expanduser() if settings.cache_dir else Path.home() / ".cache" / "forespeak"
     paths = resolve(settings.model, cache)
     tokenizer = load_tokenizer(paths.weights, cache / "tokenizers")
+    _ = tokenizer.longest_token_bytes  # made now, while the engine loads, not by the first request
     return TextTools.of(tokenizer, ChatTemplate(tokenizer))
 
 
@@ -156,6 +157,7 @@ class Server:
         config = uvicorn.Config(
             self.app, http="h11", ws=WebSocketProtocol, loop="asyncio", lifespan="off", log_config=None, access_log=False,
             server_header=False, proxy_headers=False, backlog=BACKLOG, ws_max_size=limits.body_bytes, ws_per_message_deflate=False,
+            ws_ping_interval=limits.ping_seconds, ws_ping_timeout=limits.slow_seconds,
             timeout_graceful_shutdown=2, timeout_keep_alive=30, h11_max_incomplete_event_size=2**16,
         )  # fmt: skip
         self._uvicorn = _Uvicorn(config)

@@ -175,8 +175,8 @@ class Tokenizer:
 
     @cached_property
     def longest_token_bytes(self) -> int:
-        """No token stands for more bytes than this."""
-        return max((len(self._spell(index, self.spelling.token_bytes)) for index in self._vocabulary.values()), default=1)
+        """No token stands for more bytes than this. Spells them all, once: from then on the table of spellings does not grow."""
+        return max((len(self.token_bytes(index)) for index in self._vocabulary.values()), default=1)
 
     @cached_property
     def fingerprint(self) -> str:

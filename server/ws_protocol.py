@@ -1,8 +1,8 @@
 """uvicorn's WebSocket protocol with its goodbyes changed. Knows uvicorn's insides; nothing else in the server does.
 
 A close frame never waits behind a reader that reads nothing, a peer that does not answer it is dropped, a peer that is still
-sending gets to read why (closing under unread data would reset the connection and lose the frame), and text that is not UTF-8 is
-closed with 1007 without a traceback in the log.
+sending gets to read why (closing under unread data would reset the connection and lose the frame), text that is not UTF-8 is
+closed with 1007 without a traceback in the log, and a peer that leaves a ping unanswered is a slow reader like any other.
 """
 
 from __future__ import annotations
@@ -10,7 +10,10 @@ from __future__ import annotations
 import asyncio
 
 from uvicorn._types import ASGISendEvent
+from uvicorn.protocols.utils import ClientDisconnected
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+
+from server.session import CLOSE_SLOW
 
 LINGER_SECONDS = 3.0
 
@@ -22,6 +25,8 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         if message["type"] == "websocket.close" and self.handshake_complete:
             self.writable.set()
             self._drop_later()
+        elif message["type"] == "websocket.send" and self.transport.is_closing():
+            raise ClientDisconnected  # before asyncio warns of writes into nothing
         await super().send(message)
 
     def send_receive_event_to_app(self) -> None:
@@ -50,6 +55,13 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
             self.transport.write_eof()
         self.transport.resume_reading()
         self.close_timer = self._drop_later()  # it keeps run_asgi from closing under the peer's data
+
+    def keepalive_timeout(self) -> None:
+        """A ping waits behind everything the peer has not read yet: it is too far behind, or gone."""
+        self.pong_timer = self.pending_ping_payload = None
+        if not self.close_sent and not self.transport.is_closing():
+            self.conn.fail(CLOSE_SLOW, "no ping was answered in time; resumable answers wait")
+            self.handle_parser_exception()
 
     def data_received(self, data: bytes) -> None:
         if not self._failed:

@@ -331,6 +331,35 @@ def test_slow_reader_is_detached_and_others_go_on(text: TextTools) -> None:
             assert code == 4503
 
 
+def test_unanswered_pings_make_a_slow_reader(text: TextTools) -> None:
+    """A peer that is too far behind to see the pings is closed with 4503 and not with a reset, and its resumable answer waits."""
+    options = ServeOptions(limits=Limits(ping_seconds=0.1, slow_seconds=0.5))
+    with (
+        running(toy_settings("step_ms=20,run=1"), text, options) as slow,
+        socket.create_connection(("127.0.0.1", slow.port)) as raw,
+    ):
+        raw.sendall(
+            b"GET /v1/ws HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+            b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
+        )
+        received = b""
+        while b"hello" not in received:
+            received += raw.recv(65536)
+        chat = {"type": "chat", "id": "a", "messages": USER, "max_tokens": 400, "resumable": True, "temperature": 0}
+        raw.sendall(Frame(Opcode.TEXT, json.dumps(chat).encode()).serialize(mask=True))
+        wait_for(lambda: slow.server.num_running == 1, 5)
+        wait_for(lambda: slow.server.num_sockets == 0, 5)
+        raw.sendall(Frame(Opcode.TEXT, b'{"type":"ping"}').serialize(mask=True))  # unread data must not become a reset
+        while part := raw.recv(65536):
+            received += part
+        assert received[-80:].count((4503).to_bytes(2, "big")) == 1
+        response_id = received.split(b'"response_id":"')[1].split(b'"')[0].decode()
+        assert slow.server.num_running == 1
+        with Client(slow) as other:
+            other.send(type="resume", id="b", response_id=response_id, after_seq=0)
+            assert other.until_end("b")[-1]["usage"]["completion_tokens"] == 400
+
+
 def test_event_loop_stays_alive(text: TextTools) -> None:
     """WS-05: keepalive answers come at once while others decode."""
     with running(toy_settings("step_ms=0,run=4"), text) as busy, Client(busy) as idle, Client(busy) as worker:
