@@ -76,10 +76,10 @@ def test_a_flood_of_one_key_does_not_starve_another(tight: Running) -> None:
     refusals: list[Any] = []
 
     def timed(key: str, index: int) -> tuple[float, str]:
-        while isinstance(answer := ask(tight, key, f"question {index} of the flood", max_tokens=16), httpx.Response):
+        while isinstance(answer := ask(tight, key, f"question {index} of the flood", max_tokens=48), httpx.Response):
             refusals.append((key, answer))
             time.sleep(0.05)
-        assert answer["usage"]["completion_tokens"] == 16
+        assert answer["usage"]["completion_tokens"] == 48
         return time.monotonic(), key
 
     with ThreadPoolExecutor(28) as pool:
