@@ -98,7 +98,7 @@ def load_parts(settings: Settings) -> Parts:
     model = load_model(
         paths.weights, weights=settings.weights, context=settings.context or None, quantise=settings.quantise
     ).trimmed(tokenizer.vocab_size)
-    backend = choose_backend(settings, cache)
+    backend = choose_backend(settings)
     eos_ids = tuple(sorted({*model.eos_ids, *tokenizer.eos_ids}))
     grammars = GrammarCompiler(tokenizer.tokenizer_json(), eos_ids, model.shape.vocab_size)
     return Parts(settings, model, tokenizer, backend.make(model), backend, cache, eos_ids, grammars)
@@ -120,24 +120,24 @@ class Backend:
     top: TopShares = top_shares_reference.top_shares
 
 
-def choose_backend(settings: Settings, cache: Path) -> Backend:
+def choose_backend(settings: Settings) -> Backend:
     """The kernels to compute with. Raises ConfigError when what was asked for cannot run here."""
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda was asked for, but PyTorch sees no CUDA device here; use --device cpu")
     name = settings.backend
     if name == "auto":
         name = "triton" if settings.device == "cuda" else "native" if native.load() is not None else "reference"
-    return _BACKENDS[name](settings, cache)
+    return _BACKENDS[name](settings)
 
 
-def _reference(settings: Settings, cache: Path) -> Backend:
+def _reference(settings: Settings) -> Backend:
     torch.set_num_threads(_threads(settings))
     return Backend(
         "reference", lambda model: ReferenceDecoder(model.shape, model.weights), sample_reference, slots_reference.move
     )
 
 
-def _native(settings: Settings, cache: Path) -> Backend:
+def _native(settings: Settings) -> Backend:
     from kernels.decoder.native import NativeDecoder
     from kernels.kv_slots import native as slots
     from kernels.sample.native import NativeSample
@@ -149,7 +149,7 @@ def _native(settings: Settings, cache: Path) -> Backend:
     threads = _threads(settings)
     return Backend(
         "native",
-        lambda model: NativeDecoder(model.shape, model.weights, threads, cache_dir=cache / "packed"),
+        lambda model: NativeDecoder(model.shape, model.weights, threads),
         NativeSample(threads),
         slots.move,
         lambda weights: quantised(weights, bits=DRAFT_BITS, head_bits=DRAFT_HEAD_BITS),
@@ -157,7 +157,7 @@ def _native(settings: Settings, cache: Path) -> Backend:
     )
 
 
-def _triton(settings: Settings, cache: Path) -> Backend:
+def _triton(settings: Settings) -> Backend:
     from kernels.decoder.triton import TritonDecoder
     from kernels.kv_slots import triton as slots
     from kernels.sample import triton as sample

@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from ctypes import Array, c_double
-from pathlib import Path
 
 import torch
 
@@ -49,9 +48,8 @@ def _storage(weight: Weight) -> int:
 class NativeDecoder:
     """A `Decoder` on the CPU. Holds packed copies: the weights given may be dropped afterwards (then `library.trim()`).
 
-    `cache_dir` and `digest` are not used: packing takes a tenth of a second, and mapping a packed file instead would cost 5 to
-    10 % of every step (see docs/performance-log.md).
-    Not for use by two threads at once. `isa` picks an instruction set by name (tests); the best one otherwise.
+    Packed weights are not kept on disk: packing takes a tenth of a second, and mapping a packed file instead would cost 5 to 10 % of
+    every step (see docs/performance-log.md). Not for use by two threads at once. `isa` picks an instruction set by name (tests); the best one otherwise.
     Raises NativeError when the library is missing or the sizes do not fit each other.
     """
 
@@ -60,8 +58,6 @@ class NativeDecoder:
         shape: DecoderShape,
         weights: DecoderWeights,
         threads: int = 1,
-        cache_dir: Path | None = None,
-        digest: str | None = None,
         *,
         isa: str | None = None,
         library: NativeLibrary | None = None,

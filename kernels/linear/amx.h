@@ -79,6 +79,23 @@ inline void amx_float_part(const uint8_t* scale, const uint8_t* minimum, const u
     }
 }
 
+// The dot products of one block, in tiles Sums, Rows and Columns; those of the low parts in tiles 6 and 7.
+template <Kind K, bool Wide, int Sums, int Rows, int Columns>
+inline void amx_block(const uint8_t* group, const uint8_t* codes, size_t part, int block, int32_t* dots) {
+    const uint8_t* rows = group + static_cast<size_t>(block) * kActRecord;
+    tile_zero<Sums>();
+    tile_load<Rows>(rows, kActRow);
+    tile_load<Columns>(codes + static_cast<size_t>(block) * kUnpackedBlock, 64);
+    tile_dot<Sums, Rows, Columns, K == Kind::Q8Min>();
+    tile_store<Sums>(dots, 64);
+    if constexpr (Wide) {
+        tile_zero<6>();
+        tile_load<7>(rows + part, kActRow);
+        tile_dot<6, 7, Columns, K == Kind::Q8Min>();
+        tile_store<6>(dots + 256, 64);
+    }
+}
+
 // One tile of outputs by one group of 16 rows (rows that are not there are zeros). The matrix unit works one block ahead of the float part. `codes` is the tile as
 // unpack_tile left it. (Unpacking each block right before its product costs 20 ns more a block: the unit then waits for the stores.)
 template <Kind K, bool Wide>
@@ -87,48 +104,8 @@ void amx_tile_as(const uint8_t* w, const uint8_t* codes, int pairs, const uint8_
     alignas(64) int32_t even[Wide ? 512 : 256], odd[Wide ? 512 : 256];
     F acc[kGroup];
     for (int r = 0; r < kGroup; ++r) acc[r] = zero();
-    const auto dot_even = [&](int block) {
-        FS_TILE_ZERO(0);
-        FS_TILE_LOAD(2, group + static_cast<size_t>(block) * kActRecord, kActRow);
-        FS_TILE_LOAD(4, codes + static_cast<size_t>(block) * kUnpackedBlock, 64);
-        if constexpr (K == Kind::Q8Min) {
-            FS_TILE_DOT("tdpbsud", 0, 2, 4);
-        } else {
-            FS_TILE_DOT("tdpbssd", 0, 2, 4);
-        }
-        FS_TILE_STORE(0, even, 64);
-        if constexpr (Wide) {
-            FS_TILE_ZERO(6);
-            FS_TILE_LOAD(7, group + part + static_cast<size_t>(block) * kActRecord, kActRow);
-            if constexpr (K == Kind::Q8Min) {
-                FS_TILE_DOT("tdpbsud", 6, 7, 4);
-            } else {
-                FS_TILE_DOT("tdpbssd", 6, 7, 4);
-            }
-            FS_TILE_STORE(6, even + 256, 64);
-        }
-    };
-    const auto dot_odd = [&](int block) {
-        FS_TILE_ZERO(1);
-        FS_TILE_LOAD(3, group + static_cast<size_t>(block) * kActRecord, kActRow);
-        FS_TILE_LOAD(5, codes + static_cast<size_t>(block) * kUnpackedBlock, 64);
-        if constexpr (K == Kind::Q8Min) {
-            FS_TILE_DOT("tdpbsud", 1, 3, 5);
-        } else {
-            FS_TILE_DOT("tdpbssd", 1, 3, 5);
-        }
-        FS_TILE_STORE(1, odd, 64);
-        if constexpr (Wide) {
-            FS_TILE_ZERO(6);
-            FS_TILE_LOAD(7, group + part + static_cast<size_t>(block) * kActRecord, kActRow);
-            if constexpr (K == Kind::Q8Min) {
-                FS_TILE_DOT("tdpbsud", 6, 7, 5);
-            } else {
-                FS_TILE_DOT("tdpbssd", 6, 7, 5);
-            }
-            FS_TILE_STORE(6, odd + 256, 64);
-        }
-    };
+    const auto dot_even = [&](int block) { amx_block<K, Wide, 0, 2, 4>(group, codes, part, block, even); };
+    const auto dot_odd = [&](int block) { amx_block<K, Wide, 1, 3, 5>(group, codes, part, block, odd); };
     dot_even(0);
     for (int p = 0; p < pairs; ++p) {
         const uint8_t* here = w + static_cast<size_t>(p) * record;

@@ -61,42 +61,20 @@ inline void few_configure(int n, bool wide) {
 constexpr int kAhead = 3, kRing = 4;  // pairs
 constexpr size_t kPairBytes = 2 * kUnpackedBlock;
 
-#define FS_FEW_PRODUCT(kind, sum, rows, codes)      \
-    if constexpr (kind == Kind::Q8Min) {            \
-        FS_TILE_DOT("tdpbsud", sum, rows, codes);   \
-    } else {                                        \
-        FS_TILE_DOT("tdpbssd", sum, rows, codes);   \
-    }
-
-// A pair's sums: [block][high, low][n] lines of 16.
+// A pair's sums: [block][high, low][n] lines of 16. `Odd`: pairs take turns with two sets of tiles.
 template <Kind K, int N, bool Wide, bool Odd>
 inline void few_product(const uint8_t* lines, const uint8_t* codes, int32_t* sums) {
     constexpr int kRows = few_tile_rows(N, Wide);
-    constexpr bool kTwo = Wide && N > 4;
-    if constexpr (Odd) {
-        FS_TILE_ZERO(1);
-        FS_TILE_LOAD(3, lines, 64);
-        FS_TILE_LOAD(5, codes, 64);
-        FS_FEW_PRODUCT(K, 1, 3, 5)
-        FS_TILE_STORE(1, sums, 64);
-        if constexpr (kTwo) {
-            FS_TILE_ZERO(7);
-            FS_TILE_LOAD(3, lines + 64 * kRows, 64);
-            FS_FEW_PRODUCT(K, 7, 3, 5)
-            FS_TILE_STORE(7, sums + 16 * kRows, 64);
-        }
-    } else {
-        FS_TILE_ZERO(0);
-        FS_TILE_LOAD(2, lines, 64);
-        FS_TILE_LOAD(4, codes, 64);
-        FS_FEW_PRODUCT(K, 0, 2, 4)
-        FS_TILE_STORE(0, sums, 64);
-        if constexpr (kTwo) {
-            FS_TILE_ZERO(6);
-            FS_TILE_LOAD(2, lines + 64 * kRows, 64);
-            FS_FEW_PRODUCT(K, 6, 2, 4)
-            FS_TILE_STORE(6, sums + 16 * kRows, 64);
-        }
+    tile_zero<Odd>();
+    tile_load<2 + Odd>(lines, 64);
+    tile_load<4 + Odd>(codes, 64);
+    tile_dot<Odd, 2 + Odd, 4 + Odd, K == Kind::Q8Min>();
+    tile_store<Odd>(sums, 64);
+    if constexpr (Wide && N > 4) {
+        tile_zero<6 + Odd>();
+        tile_load<2 + Odd>(lines + 64 * kRows, 64);
+        tile_dot<6 + Odd, 2 + Odd, 4 + Odd, K == Kind::Q8Min>();
+        tile_store<6 + Odd>(sums + 16 * kRows, 64);
     }
 }
 

@@ -9,13 +9,6 @@
 #include <cstddef>
 #include <cstdint>
 
-#define FS_TILE_LOAD(tile, base, stride) \
-    asm volatile("tileloadd (%0,%1,1), %%tmm" #tile ::"r"(base), "r"(static_cast<size_t>(stride)) : "memory")
-#define FS_TILE_STORE(tile, base, stride) \
-    asm volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::"r"(base), "r"(static_cast<size_t>(stride)) : "memory")
-#define FS_TILE_ZERO(tile) asm volatile("tilezero %%tmm" #tile ::)
-#define FS_TILE_DOT(name, c, a, b) asm volatile(name " %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
-
 namespace fs::FS_ISA {
 
 // Shapes of the eight tiles: rows and bytes per row.
@@ -31,6 +24,28 @@ struct alignas(64) TileShapes {
 };
 inline void amx_configure(const TileShapes& shapes) { asm volatile("ldtilecfg %0" ::"m"(shapes)); }
 inline void amx_release() { asm volatile("tilerelease" ::); }
+
+template <int Tile>
+inline void tile_load(const void* base, size_t stride) {
+    asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(base), "r"(stride), "i"(Tile) : "memory");
+}
+template <int Tile>
+inline void tile_store(void* base, size_t stride) {
+    asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(base), "r"(stride), "i"(Tile) : "memory");
+}
+template <int Tile>
+inline void tile_zero() {
+    asm volatile("tilezero %%tmm%c0" ::"i"(Tile));
+}
+// Sums += signed rows times signed, or unsigned, columns.
+template <int Sums, int Rows, int Columns, bool Unsigned>
+inline void tile_dot() {
+    if constexpr (Unsigned) {
+        asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(Sums), "i"(Rows), "i"(Columns));
+    } else {
+        asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(Sums), "i"(Rows), "i"(Columns));
+    }
+}
 
 }  // namespace fs::FS_ISA
 #endif
