@@ -89,6 +89,18 @@ def test_bench_ends_with_one_json_line(tmp_path: Path, model: Path, prompts: Pat
     assert set(figures["by_concurrency"]) == {"1", "2"}
 
 
+def test_bench_repeats_learn_nothing_from_each_other(tmp_path: Path, model: Path, prompts: Path) -> None:
+    """Answers given before, and their pages, would make every repeat after the first a look-up."""
+    figures = [
+        run(tmp_path, model, "bench", "--prompts", prompts, "--max-tokens", 24, "--drafters", "suffix", "--tree-shape", "chain:4",
+            "--repeats", repeats)
+        for repeats in (1, 3)
+    ]  # fmt: skip
+    once, thrice = (json.loads(result.stdout.strip().splitlines()[-1]) for result in figures)
+    assert once["acceptance_length"] == thrice["acceptance_length"]
+    assert once["acceptance_per_position"] == thrice["acceptance_per_position"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -60,7 +60,7 @@ def run(
         for streams in concurrency:
             plain_engine, engine = make_engine(parts, "none"), make_engine(parts)
             for each in (plain_engine, engine):
-                warm = [msgspec.structs.replace(r, id=10**9 + r.id, sampling=_short(r)) for r in requests[:2]]
+                warm = [msgspec.structs.replace(r, id=10**9 + r.id, tenant="warm-up", sampling=_short(r)) for r in requests[:2]]
                 run_requests(each, warm, streams)
             progress.update(task, description=f"{streams} at once")
             pairs = _alternate(
@@ -95,13 +95,19 @@ def _short(request: Request) -> Any:
 def _alternate(
     plain: Engine, drafting: Engine, requests: Sequence[Request], streams: int, repeats: int, tick: Any
 ) -> tuple[list[Run], list[Run]]:
-    """Groups of `streams` requests, first through one engine and then through the other, the order swapped every group."""
+    """Groups of `streams` requests, first through one engine and then through the other, the order swapped every group.
+
+    Every repeat is a tenant of its own: else the prefix cache and the suffix drafter's store would hold the last repeat's answers.
+    """
     runs: tuple[list[Run], list[Run]] = ([], [])
     for repeat in range(repeats):
         done: tuple[list[Completion], list[Completion]] = ([], [])
         seconds = [0.0, 0.0]
         for index, start in enumerate(range(0, len(requests), streams)):
-            group = [msgspec.structs.replace(r, id=(repeat + 1) * 10**6 + r.id) for r in requests[start : start + streams]]
+            group = [
+                msgspec.structs.replace(r, id=(repeat + 1) * 10**6 + r.id, tenant=f"repeat {repeat}")
+                for r in requests[start : start + streams]
+            ]
             for which in (0, 1) if (index + repeat) % 2 == 0 else (1, 0):
                 answers = run_requests((plain, drafting)[which], group, streams)
                 done[which].extend(answers)
