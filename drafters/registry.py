@@ -107,8 +107,9 @@ def parse(text: str, target_name: str) -> list[tuple[str, Path | None]]:
     if text in ("", "none"):
         return []
     if text == "auto":
-        found = shipped(target_name, "heads")
-        return [("suffix", None), *([("heads", found)] if found else [])]
+        return [
+            ("suffix", None)
+        ]  # the heads that ship cost more time than they save (docs/performance-log.md), so they are asked for by name
     pairs: list[tuple[str, Path | None]] = []
     for item in text.split(","):
         kind, _, path = item.strip().partition(":")

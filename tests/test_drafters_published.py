@@ -24,7 +24,7 @@ from kernels.linear import BlockWeight, DenseWeight
 from server.speculation import starting_calibration
 from spec.calibration import Calibration, confidence_bin
 from spec.config import EngineConfig
-from spec.errors import ModelFileError
+from spec.errors import ConfigError, ModelFileError
 from spec.pages import PagePool
 from spec.shapes import ShapeSpeculator
 
@@ -228,14 +228,16 @@ def test_shipped_drafters_are_found_whatever_the_quantisation(tmp_path: Path, mo
     monkeypatch.setattr(registry, "SHIPPED", tmp_path)
     folder = tmp_path / "toy"
     folder.mkdir()
-    assert registry.parse("auto", "toy.Q4_1") == [("suffix", None)]
+    with pytest.raises(ConfigError, match="no trained heads ship"):
+        registry.parse("heads", "toy.Q4_1")
     save_file(eagle(), folder / "heads.safetensors")
-    assert registry.parse("auto", "toy.Q4_1") == [("suffix", None), ("heads", folder / "heads.safetensors")]
+    assert registry.parse("heads,suffix", "toy.Q4_1") == [("heads", folder / "heads.safetensors"), ("suffix", None)]
+    assert registry.parse("auto", "toy.Q4_1") == [("suffix", None)]  # until heads save more time than they cost
     assert registry.parse("heads", "Toy-f16") == [("heads", folder / "heads.safetensors")]
     assert registry.shipped_calibration("toy") is None
     (folder / "calibration.json").write_text("{}")
     assert registry.shipped_calibration("TOY") == folder / "calibration.json"
-    assert drafted_and_right("auto") > 0
+    assert drafted_and_right("heads") > 0
 
 
 def test_what_was_learnt_here_comes_before_what_shipped(tmp_path: Path) -> None:

@@ -11,10 +11,14 @@ import torch
 from gguf_twin import NAMES, interleave
 from loaded import TOLERANCE, error, logits
 
+from server.compose import load_parts, make_engine
+from server.local import run_requests
 from server.models import DEFAULT, resolve
+from server.settings import Settings
 from server.tokenizer import load_tokenizer
 from spec.errors import ForespeakError
 from spec.models import load_model
+from spec.request import Request, SamplingParams
 
 # The fast path rounds activations to 8 bits per row and block of 32, which moves logits by about 0.3 (root mean square), so
 # near-ties may fall the other way: 5 to 9 % of the tokens of ordinary text have their two best logits within 0.1 of each other.
@@ -111,3 +115,16 @@ def test_loading_is_fast(path: Path) -> None:
         (2,),
     )
     assert model.weights.lm_head is model.weights.embedding
+
+
+def test_shipped_heads_draft_and_change_nothing(path: Path) -> None:
+    """The greedy answer is the plain one, and a fair share of what the heads guess is what the model says."""
+    answers = []
+    for drafters, shape in (("none", ""), ("heads", "chain:2")):
+        parts = load_parts(Settings(drafters=drafters, tree_shape=shape, context=512, threads=2))
+        prompt = parts.tokenizer.encode("<|im_start|>user\nWhy is the sky blue?<|im_end|>\n<|im_start|>assistant\n")
+        request = Request(id=1, prompt_ids=tuple(prompt), sampling=SamplingParams(max_tokens=64, temperature=0.0))
+        answers += run_requests(make_engine(parts), [request])
+    plain, drafted = answers
+    assert drafted.token_ids == plain.token_ids
+    assert sum(drafted.accepted_per_position) >= 0.2 * len(plain.token_ids)
