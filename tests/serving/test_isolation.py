@@ -90,7 +90,7 @@ def test_a_flood_of_one_key_does_not_starve_another(tight: Running) -> None:
     assert {key for key, _ in refusals} == {"alice"}
     assert all((r.status_code, r.json()["error"]["code"]) == (429, "rate_limit_exceeded") for _, r in refusals)
     assert all(int(refusal.headers["retry-after"]) >= 1 for _, refusal in refusals)
-    assert max(place for place, key in enumerate(ends) if key == "bob") < 24, ends  # first come, first served: 24
+    assert max(place for place, key in enumerate(ends) if key == "bob") < 21, ends  # first come, first served: 27
 
 
 def test_other_keys_hits_do_not_show(tight: Running) -> None:
