@@ -76,7 +76,8 @@ class SuffixIndex:
         found: list[Match] = []
         tokens, size, longer = self.tokens, len(tail), 0
         for k, head, link in zip(ORDERS, self._heads, self._links, strict=True):
-            if size < k:
+            if size < k:  # the longer order lists nothing, but a shorter one may still match all of the tail
+                longer = k
                 continue
             context = list(tail[size - k :])
             position = head.get(context[0] if k == 1 else hash(tuple(context)), -1)

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 from drafting import Pool, View, budget, drive, paths
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from drafters.nothing import NothingDrafter
@@ -35,6 +35,8 @@ def level(length: int) -> int:
 
 @settings(max_examples=150, deadline=None)
 @given(text=TEXTS, cuts=st.lists(st.integers(1, 9), max_size=20), other=TEXTS)
+@example(text=[0, 0, 0, 0], cuts=[], other=[0, 0, 0])  # a tail between two orders
+@example(text=[1, 0, 2, 0, 1, 1] * 3, cuts=[], other=[0, 2, 0, 1, 1])
 def test_matches_are_what_brute_force_finds(text: list[int], cuts: list[int], other: list[int]) -> None:
     index, at = SuffixIndex(), 0
     for size in [*cuts, len(text)]:  # any way of feeding gives the same index
