@@ -14,7 +14,7 @@ from server.limits import Limits
 from server.ports import Tokenizer
 from server.protocol import Auth, Cancel, Chat, ClientId, Codec, Error, Hello, Notice, Ping, Pong, Resume, ServerMessage
 from server.resumables import Resumables
-from server.stream import ChatStream
+from server.stream import ChatStream, nobody
 
 CLOSE_NORMAL = 1000
 CLOSE_RESTART = 1012
@@ -22,10 +22,6 @@ CLOSE_KEY = 4401
 CLOSE_NO_KEY = 4408
 CLOSE_TOO_MANY = 4429
 CLOSE_SLOW = 4503
-
-
-def _nobody() -> None:
-    """Who is woken for an answer without a socket."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +247,7 @@ class Session:
     def detach(self, now: float) -> None:
         """The socket is gone: resumable answers go on without it, all others stop."""
         for stream in self._streams.values():
-            stream.wake = _nobody
+            stream.wake = nobody
             if stream.resumable and stream.seq > 0:
                 self._settings.resumables.detach(stream, now)
             else:  # an answer whose id was never told cannot be resumed either

@@ -35,13 +35,13 @@ class ChatStream:
         self.resumable = resumable
         self.top_logprobs: int | None = None
         self.reader: CallReader | None = None  # set before the beginning when the request has tools
-        self.wake: Callable[[], None] = lambda: None  # of the attached session
+        self.wake: Callable[[], None] = nobody  # of the attached session
         self.cancelled = False
         self.finished = False  # its last message has been taken
         self._tokenizer = tokenizer
         self._generation: Generation | None = None
         self._pacer = Pacer() if pace else None
-        self._ring: Ring[AnswerMessage] = Ring(ring_frames)
+        self._ring: Ring[AnswerMessage] = Ring(ring_frames, AnswerMessage)
         self._text: list[str] = []
         self._reader_finished = False
         self._replay: deque[AnswerMessage | Snapshot] = deque()
@@ -79,6 +79,8 @@ class ChatStream:
         if self._replay:
             message = self._replay.popleft()
             self.finished = isinstance(message, Done | Error)
+            if self.finished:
+                self._release()
             return message
         if self.finished:
             return None
@@ -86,7 +88,16 @@ class ChatStream:
         if new is not None:
             self._ring.add(new)
             self.finished = isinstance(new, Done | Error)
+            if self.finished:
+                self._release()
         return new
+
+    def _release(self) -> None:
+        """The last message has been taken. What is left waits minutes for a resume: it keeps no socket, no request, few bytes."""
+        self.wake = nobody
+        self._generation = self._pacer = self.reader = None
+        self._text = ["".join(self._text)]
+        self._ring.pack()
 
     def resume(self, client_id: ClientId, after_seq: int) -> None:
         """Replay what came after `after_seq`, or the whole text so far when that is gone. Raises ApiError for a future number."""
@@ -169,6 +180,10 @@ class ChatStream:
             usage=shapes.usage(figures), speculation=shapes.speculation(figures), timings=shapes.timings(figures),
             tool_calls=reader.calls if reader is not None and reader.calls else None,
         )  # fmt: skip
+
+
+def nobody() -> None:
+    """Nobody waits for this answer now."""
 
 
 def _split(deltas: list[dict[str, Any]]) -> tuple[str, list[dict[str, Any]] | None]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from typing import Any
 
 import pytest
@@ -300,13 +302,39 @@ def test_resumable_answers_are_bounded(desk: Desk) -> None:
 
 
 def test_ring() -> None:
-    ring: Ring[int] = Ring(3)
+    ring: Ring[int] = Ring(3, int)
     for number in range(5):
         ring.add(number)
     assert ring.after(4) == []
     assert ring.after(1) == [2, 3, 4]
     assert ring.after(0) is None
-    assert Ring[int](3).after(-1) == []
+    assert Ring[int](3, int).after(-1) == []
+    ring.pack()
+    ring.pack()
+    assert ring.after(4) == []
+    assert ring.after(1) == [2, 3, 4]
+    assert ring.after(0) is None
+    assert ring.end == 5
+
+
+def test_finished_answers_wait_without_their_socket(text: TextTools) -> None:
+    """For minutes after its end an answer can be resumed; what it keeps till then is small and holds nobody else alive."""
+    desk = Desk(text, limits=Limits())
+    generation = desk.chat("a", resumable=True)
+    sent = desk.frames()
+    for number in range(64):
+        say(generation, f"word {number} ", started=number == 0, finish_reason="stop" if number == 63 else None)
+        sent += desk.frames()
+    shared, session, request = desk.resumables, weakref.ref(desk.session), weakref.ref(generation)
+    response_id = next(frame["response_id"] for frame in sent if frame["type"] == "started")
+    del desk, generation
+    gc.collect()
+    assert session() is None
+    assert request() is None
+    again = Desk(text, shared)
+    again.frames()
+    again.send(type="resume", id="a", response_id=response_id, after_seq=0)
+    assert again.frames() == [frame for frame in sent if frame.get("seq", -1) > 0]
 
 
 # ---- slow readers and pace
