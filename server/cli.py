@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from server.commands.plan import plan
 from server.commands.train_flags import app as train
 from server.flags import ENGINE, SERVER, takes
 from server.settings import Settings
@@ -22,6 +23,7 @@ app = typer.Typer(
 )
 
 app.add_typer(train, name="train")
+app.command()(plan)
 
 # Flags of more than one command that are no settings; those that are stand in `server.flags`.
 Prompts = Annotated[Path | None, typer.Option("--prompts", help="prompt file, one JSON object a line")]
