@@ -30,7 +30,8 @@ import torch
 
 from drafters.tensor_file import TensorFile
 from kernels.decoder import DecoderShape, DecoderWeights, Fusion, LayerWeights
-from kernels.linear import BLOCK, BlockWeight, DenseWeight, Weight
+from kernels.linear import BLOCK, BlockWeight, DenseWeight, LayerWeight, Weight
+from kernels.linear.formats import PublishedWeight
 from spec.models.blocks import quantise
 
 HEADS_FORMAT = "forespeak.heads/2"
@@ -112,9 +113,12 @@ def quantised(weights: DecoderWeights, bits: int, head_bits: int) -> DecoderWeig
             return weight
         return quantise(weight.values.float(), bits, weight.bias)
 
+    def inner(weight: LayerWeight) -> LayerWeight:
+        return weight if isinstance(weight, PublishedWeight) else blocks(weight)
+
     def layer(own: LayerWeights) -> LayerWeights:
-        q, k, v, o = blocks(own.q), blocks(own.k), blocks(own.v), blocks(own.o)
-        return dataclasses.replace(own, q=q, k=k, v=v, o=o, gate=blocks(own.gate), up=blocks(own.up), down=blocks(own.down))
+        q, k, v, o = inner(own.q), inner(own.k), inner(own.v), inner(own.o)
+        return dataclasses.replace(own, q=q, k=k, v=v, o=o, gate=inner(own.gate), up=inner(own.up), down=inner(own.down))
 
     fusion = weights.fusion
     return dataclasses.replace(

@@ -14,14 +14,14 @@ import torch
 from drafters.training.batches import Batch
 from kernels.batch import KVTensors, StepInputs
 from kernels.decoder import Decoder, DecoderShape, DecoderWeights
-from kernels.linear import DenseWeight, Weight
+from kernels.linear import DenseWeight, LayerWeight, Weight
 from kernels.linear.reference import dequantize, lookup
 
 PAGE = 16
 _PASS_TOKENS = 4096  # tokens of one pass of the target
 
 
-def dense(weight: Weight) -> torch.Tensor:
+def dense(weight: LayerWeight) -> torch.Tensor:
     """float32 [out, in], a copy of its own."""
     return weight.values.float().clone() if isinstance(weight, DenseWeight) else dequantize(weight)
 

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from kernels.batch import KVTensors, PackedInputs, StepInputs
-from kernels.linear import Weight
+from kernels.linear import LayerWeight, Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +37,14 @@ class DecoderShape:
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
     attention_norm: torch.Tensor  # [hidden] float32; empty = the input as it is
-    q: Weight  # [q_heads * head_dim, hidden]
-    k: Weight  # [kv_heads * head_dim, hidden]
-    v: Weight  # [kv_heads * head_dim, hidden]
-    o: Weight  # [hidden, q_heads * head_dim]
+    q: LayerWeight  # [q_heads * head_dim, hidden]
+    k: LayerWeight  # [kv_heads * head_dim, hidden]
+    v: LayerWeight  # [kv_heads * head_dim, hidden]
+    o: LayerWeight  # [hidden, q_heads * head_dim]
     mlp_norm: torch.Tensor  # [hidden] float32
-    gate: Weight  # [intermediate, hidden]
-    up: Weight  # [intermediate, hidden]
-    down: Weight  # [hidden, intermediate]
+    gate: LayerWeight  # [intermediate, hidden]
+    up: LayerWeight  # [intermediate, hidden]
+    down: LayerWeight  # [hidden, intermediate]
     q_norm: torch.Tensor | None = None  # [head_dim] float32, per-head RMSNorm before rotation (Qwen3)
     k_norm: torch.Tensor | None = None  # [head_dim] float32
 

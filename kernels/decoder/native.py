@@ -10,7 +10,7 @@ import torch
 
 from kernels.batch import KVTensors, PackedInputs, StepInputs
 from kernels.decoder import DecoderOutput, DecoderShape, DecoderWeights, Drafted, LayerWeights
-from kernels.linear import BlockWeight, Weight
+from kernels.linear import BlockWeight, LayerWeight, Weight
 from kernels.native import NativeError, NativeLibrary, require
 from kernels.native.library import ShapeData, StepData, check
 from kernels.native.tensors import address, step_data, store_data, weight_data
@@ -108,7 +108,7 @@ class NativeDecoder:
         if layer.k_norm is not None:
             self._set_vector(index, _K_NORM, layer.k_norm)
 
-    def _set_weight(self, layer: int, slot: int, weight: Weight) -> None:
+    def _set_weight(self, layer: int, slot: int, weight: LayerWeight) -> None:
         check(self._library.c.fs_decoder_set_weight(self._handle, layer, slot, weight_data(weight)))
 
     def _set_vector(self, layer: int, which: int, values: torch.Tensor) -> None:
@@ -229,7 +229,7 @@ def _check_sizes(shape: DecoderShape, weights: DecoderWeights) -> None:
     q_width, kv_width = shape.q_heads * shape.head_dim, shape.kv_heads * shape.head_dim
     if shape.q_heads % shape.kv_heads != 0 or shape.head_dim % 2 != 0 or len(weights.layers) != shape.layers:
         raise NativeError("heads must divide evenly, head_dim must be even and every layer must have its weights")
-    expected: list[tuple[str, Weight, int, int]] = [("lm_head", weights.lm_head, shape.vocab_size, shape.hidden)]
+    expected: list[tuple[str, LayerWeight, int, int]] = [("lm_head", weights.lm_head, shape.vocab_size, shape.hidden)]
     for i, layer in enumerate(weights.layers):
         expected += [
             (f"layer {i} q", layer.q, q_width, shape.hidden),

@@ -14,29 +14,35 @@ import torch
 
 from kernels.batch import KVTensors, PackedInputs, StepInputs
 from kernels.decoder import DecoderOutput, DecoderShape, DecoderWeights, Drafted, LayerWeights
-from kernels.linear import BlockWeight, DenseWeight, Weight
+from kernels.linear import BlockWeight, DenseWeight, LayerWeight
+from kernels.linear.formats import PublishedWeight
+from kernels.linear.formats.stacking import stacked
 from kernels.linear.reference import lookup
 from kernels.linear.triton import linear
 from kernels.norm.triton import add_rms_norm, rms_norm
 from kernels.rope.triton import rope_write
 from kernels.sample.triton import argmax
 from kernels.silu_mul.triton import silu_mul
-from kernels.top_shares.reference import best_tokens
+from kernels.top_shares.triton import best_tokens
 from kernels.tree_attention.triton import tree_attention
 
 
 @dataclass(frozen=True, slots=True)
 class _Fused:
-    qkv: tuple[Weight, ...]  # one stacked matrix, or q, k and v where their forms differ
-    gate_up: tuple[Weight, ...]
+    qkv: tuple[LayerWeight, ...]  # one stacked matrix, or q, k and v where their forms differ
+    gate_up: tuple[LayerWeight, ...]
 
 
-def stack(weights: Sequence[Weight]) -> tuple[Weight, ...]:
+def stack(weights: Sequence[LayerWeight]) -> tuple[LayerWeight, ...]:
     """The matrices on top of each other as one weight, or unchanged where their forms differ."""
     bias = None
-    if any(w.bias is not None for w in weights):
-        device = weights[0].values.device if isinstance(weights[0], DenseWeight) else weights[0].codes.device
-        bias = torch.cat([torch.zeros(w.out_features, device=device) if w.bias is None else w.bias for w in weights])
+    given = [w.bias for w in weights if w.bias is not None]
+    if given:
+        bias = torch.cat([given[0].new_zeros(w.out_features) if w.bias is None else w.bias for w in weights])
+    published = [w for w in weights if isinstance(w, PublishedWeight)]
+    if len(published) == len(weights):
+        joined = stacked(published, bias)
+        return tuple(weights) if joined is None else (joined,)
     dense = [w for w in weights if isinstance(w, DenseWeight)]
     if len(dense) == len(weights) and len({w.values.dtype for w in dense}) == 1:
         return (DenseWeight(torch.cat([w.values for w in dense]), bias),)
@@ -110,7 +116,7 @@ class TritonDecoder:
         mixed = tree_attention(rotated, store.k[index], store.v[index], inputs, shape.attention_scale, shape.sliding_window)
         return linear(mixed.reshape(normed.shape[0], -1), layer.o, self.invariant)
 
-    def _split(self, x: torch.Tensor, weights: tuple[Weight, ...], sizes: list[int]) -> Sequence[torch.Tensor]:
+    def _split(self, x: torch.Tensor, weights: tuple[LayerWeight, ...], sizes: list[int]) -> Sequence[torch.Tensor]:
         """The products of x with each matrix, as column ranges of one product where they were stacked."""
         if len(weights) == 1:
             return list(torch.split(linear(x, weights[0], self.invariant), sizes, dim=1))

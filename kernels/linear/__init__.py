@@ -17,6 +17,8 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.linear.formats import PublishedWeight
+
 BLOCK = 32
 LARGEST = {8: 127, 16: 127 * 256}  # largest activation code by activation_bits; 127 * 256 = 255 * 127 + 127
 
@@ -61,4 +63,5 @@ class BlockWeight:
         return self.codes.shape[1] * BLOCK
 
 
-Weight = DenseWeight | BlockWeight
+Weight = DenseWeight | BlockWeight  # every implementation reads these, and the vocabulary's matrices are always one of them
+LayerWeight = Weight | PublishedWeight  # a layer's matrix: the published forms of `kernels.linear.formats` too, not in C++

@@ -1,4 +1,4 @@
-"""The linear layer, one row at a time. Knows the two weight forms; refuses to know what the rows mean.
+"""The linear layer, one row at a time. Knows the weight forms; refuses to know what the rows mean.
 
 A library matrix-matrix product picks its summation order by the number of rows, so it is not used. A dense row is a
 matrix-vector product, the same call on the same shapes for every row; a quantised row is exact integers and then a loop
@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import torch
 
-from kernels.linear import BLOCK, LARGEST, BlockWeight, DenseWeight, Weight
+from kernels.linear import BLOCK, LARGEST, BlockWeight, DenseWeight, LayerWeight, Weight
+from kernels.linear.formats import PublishedWeight
+from kernels.linear.formats import reference as formats
 
 _DOT_BYTES = 1 << 26  # block dot products held at once; only bounds memory, the values are exact integers
 
 
-def linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:
+def linear(x: torch.Tensor, weight: LayerWeight) -> torch.Tensor:
     """y [N, out] float32 = x [N, in] float32 @ W^T + bias."""
+    if isinstance(weight, PublishedWeight):
+        return formats.linear(x, weight)
     if x.dim() != 2 or x.shape[1] != weight.in_features:
         raise ValueError(f"x is {list(x.shape)}; expected [rows, {weight.in_features}]")
     y = _dense(x, weight) if isinstance(weight, DenseWeight) else _blocks(x, weight)
@@ -76,7 +80,9 @@ def lookup(weight: Weight, ids: torch.Tensor) -> torch.Tensor:
     return dequantize(rows)
 
 
-def dequantize(weight: BlockWeight) -> torch.Tensor:
-    """The matrix itself, scale * code + minimum, float32 [out, in]."""
+def dequantize(weight: BlockWeight | PublishedWeight) -> torch.Tensor:
+    """The matrix itself, float32 [out, in]; of blocks, scale * code + minimum."""
+    if isinstance(weight, PublishedWeight):
+        return formats.dequantize(weight)
     values = weight.scale.float().unsqueeze(-1) * unpack_codes(weight) + weight.minimum.float().unsqueeze(-1)
     return values.reshape(weight.codes.shape[0], -1)

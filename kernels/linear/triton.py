@@ -1,4 +1,4 @@
-"""The linear layer on the device. Knows the two weight forms; refuses to know what the rows mean.
+"""The linear layer on the device. Knows the weight forms; refuses to know what the rows mean.
 
 Block weights follow the contract's arithmetic: int8 activations per block of 32, exact integer dots on the tensor cores,
 float32 sums over blocks in ascending order without fused multiply-add, so the result is the reference's, bit for bit, for
@@ -13,7 +13,9 @@ import triton
 import triton.language as tl
 
 from kernels.interpreter import interpreted
-from kernels.linear import BLOCK, LARGEST, BlockWeight, DenseWeight, Weight
+from kernels.linear import BLOCK, LARGEST, BlockWeight, DenseWeight, LayerWeight
+from kernels.linear.formats import PublishedWeight
+from kernels.linear.formats import triton as formats
 
 
 # The number of rows changes from step to step and is not specialised on: no compilation once the server is ready.
@@ -126,8 +128,10 @@ def _block_kernel(
     tl.store(y_ptr + row.to(tl.int64)[:, None] * outs + out[None, :], y, mask=row_in[:, None] & out_in[None, :])
 
 
-def linear(x: torch.Tensor, weight: Weight, invariant: bool = False) -> torch.Tensor:
+def linear(x: torch.Tensor, weight: LayerWeight, invariant: bool = False) -> torch.Tensor:
     """y [N, out] float32 = x [N, in] @ W^T + bias. A 16-bit dense weight sees x in its own type."""
+    if isinstance(weight, PublishedWeight):
+        return formats.linear(x, weight, invariant)
     if x.dim() != 2 or x.shape[1] != weight.in_features:
         raise ValueError(f"x is {list(x.shape)}; expected [rows, {weight.in_features}]")
     if isinstance(weight, BlockWeight):

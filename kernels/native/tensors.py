@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 
 from kernels.batch import KVTensors, StepInputs
-from kernels.linear import BlockWeight, DenseWeight, Weight
+from kernels.linear import BlockWeight, DenseWeight, LayerWeight
+from kernels.linear.formats import PublishedWeight
 from kernels.native.library import StepData, StoreData, WeightData
 
 _DENSE_KINDS = {torch.float32: 2, torch.float16: 3, torch.bfloat16: 4}
@@ -24,8 +25,10 @@ def address(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> int:
     return tensor.data_ptr()
 
 
-def weight_data(weight: Weight) -> WeightData:
+def weight_data(weight: LayerWeight) -> WeightData:
     """The matrix as the packer reads it. Raises ValueError on a wrong dtype or shape."""
+    if isinstance(weight, PublishedWeight):
+        raise ValueError(f"a {type(weight).__name__} is a form for GPUs; the CPU's kernels read DenseWeight and BlockWeight")
     bias = None if weight.bias is None else address(weight.bias, torch.float32, "bias")
     if isinstance(weight, DenseWeight):
         kind = _DENSE_KINDS.get(weight.values.dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -18,12 +18,15 @@ def top_shares(logits: torch.Tensor, k: int, temperature: torch.Tensor | None = 
     return best.indices.to(torch.int32), torch.exp((best.values - top) / scale) / total
 
 
-def best_tokens(out: DecoderOutput, k: int, temperature: Sequence[float] | None) -> Drafted:
+TopShares = Callable[[torch.Tensor, int, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
+
+
+def best_tokens(out: DecoderOutput, k: int, temperature: Sequence[float] | None, best: TopShares = top_shares) -> Drafted:
     """What a decoder's `draft` gives, from what its `forward` gave."""
     if out.logits is None:
         raise ValueError("a pass that drafts needs its logits")
     divisors = None
     if temperature is not None:
         divisors = torch.tensor(temperature, dtype=torch.float32, device=out.logits.device)
-    ids, shares = top_shares(out.logits, k, divisors)
+    ids, shares = best(out.logits, k, divisors)
     return out.hidden, ids.flatten().tolist(), shares.flatten().tolist()

@@ -24,7 +24,7 @@ def test_every_kernel_compiles_for_sm_90() -> None:
     compiled = {line.split()[0] for line in done.stdout.splitlines()}
     defined = {
         line.removeprefix("def ").split("(")[0]
-        for path in (ROOT / "kernels").glob("*/triton.py")
+        for path in (ROOT / "kernels").rglob("triton.py")
         for line in path.read_text().splitlines()
         if line.startswith("def _") and line.split("(")[0].endswith("_kernel")
     }

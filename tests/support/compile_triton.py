@@ -14,14 +14,16 @@ from triton.compiler import ASTSource
 
 from kernels.kv_slots import triton as kv_slots
 from kernels.linear import triton as linear
+from kernels.linear.formats import triton as formats
 from kernels.norm import triton as norm
 from kernels.rope import triton as rope
 from kernels.sample import triton as sample
 from kernels.silu_mul import triton as silu_mul
+from kernels.top_shares import triton as top_shares
 from kernels.tree_accept import triton as tree_accept
 from kernels.tree_attention import triton as tree_attention
 
-F32, BF16, F16, I32, I64, F64, U8, I16 = "*fp32", "*bf16", "*fp16", "*i32", "*i64", "*fp64", "*u8", "*i16"
+F32, BF16, F16, I32, I64, F64, U8, I16, I8 = "*fp32", "*bf16", "*fp16", "*i32", "*i64", "*fp64", "*u8", "*i16", "*i8"
 ATTENTION = {"GROUPS": 4, "PAGE": 16, "BLOCK_Q": 4, "BLOCK_M": 16, "BLOCK_N": 64, "WIDEN": False}
 ATTENTION_BATCH = [I32, I64, U8, I32, I32, I32, "fp32", *["i32"] * 6]
 SAMPLE = [F32, F32, I32, F32, F32]
@@ -84,9 +86,36 @@ CASES: list[tuple[Any, list[str | None], dict[str, Any]]] = [
     (sample._sample_kernel, [*SAMPLE, None, F32, "i32"], {"BLOCK": 1024}),
     (sample._argmax_chunk_kernel, [F32, F32, I32, "i32", "i32"], {"CHUNK": 8192, "BLOCK": 2048}),
     (sample._argmax_merge_kernel, [F32, I32, I32, "i32"], {"BLOCK": 16}),
+    (top_shares._best_chunk_kernel, [F32, F32, F32, I32, F32, F32, "i32", "i32"], {"K": 8, "BLOCK": 4096}),
+    (top_shares._best_merge_kernel, [None, F32, I32, F32, F32, I32, F32, "i32", "i32"], {"K": 8, "CHUNKS": 16, "BLOCK": 128}),
+    *(
+        (
+            formats._weight_only_kernel,
+            [F32, U8, scale, zero, order, None, F32, *["i32"] * 7],
+            {"KIND": kind, "BLOCK_M": tile, "BLOCK_N": 64, "BLOCK_K": 32 if kind == formats.E2M1 else 64, "WIDEN": False},
+        )
+        for kind, scale, zero, order, tile in (
+            (formats.INT4, F16, I16, None, 16),
+            (formats.INT4, BF16, I16, I32, 64),
+            (formats.INT8, F32, I16, None, 32),
+            (formats.E4M3, F32, None, None, 64),
+            (formats.E2M1, U8, None, None, 16),
+        )
+    ),
+    (formats._quantize_rows_kernel, [F32, I8, F32, "i32"], {"LARGEST": 127.0, "BLOCK": 2048}),
+    (
+        formats._int8_kernel,
+        [I8, F32, I8, F32, F32, F32, "i32", "i32", "i32"],
+        {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 64},
+    ),
 ]
 
-EXACT = (linear._quantize_kernel, linear._block_kernel)  # the reference's bits, so no fused multiply-add
+EXACT = (
+    linear._quantize_kernel,
+    linear._block_kernel,
+    formats._quantize_rows_kernel,
+    formats._int8_kernel,
+)  # the reference's bits, so no fused multiply-add
 
 
 def main() -> None:
