@@ -102,16 +102,49 @@ def bench(
     max_tokens: MaxTokens = 128,
     temperature: Temperature = 0.0,
     seed: Seed = None,
-    concurrency: Annotated[str, typer.Option("--concurrency", help="comma list of streams at once")] = "1",
+    concurrency: Annotated[str | None, typer.Option("--concurrency", help="closed loop: comma list of users at once")] = None,
+    rate: Annotated[str | None, typer.Option("--rate", help="open loop: comma list of conversations a second")] = None,
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="whole runs, medians are reported")] = 1,
+    turns: Annotated[str, typer.Option("--turns", help="first, or all: the user's later turns as well")] = "first",
+    warm_up: Annotated[int, typer.Option("--warm-up", min=0, help="conversations before anything counts")] = 2,
+    limit: Annotated[str, typer.Option("--limit", help="what counts as goodput, for example ttft=500,tpot=50 (ms)")] = "",
+    without: Annotated[
+        str, typer.Option("--without", help="the baseline lacks these techniques: speculation, prefix-cache, kv-cache, ...")
+    ] = "speculation",
+    html: Annotated[Path | None, typer.Option("--html", help="write a report with plots")] = None,
+    url: Annotated[
+        str | None, typer.Option("--url", help="a server instead: http://... (OpenAI's API) or ws://.../v1/ws")
+    ] = None,
+    api: Annotated[str, typer.Option("--api", help="with --url http://...: chat or completions")] = "chat",
+    api_key_file: Annotated[Path | None, typer.Option("--api-key-file", help="with --url: file holding the key")] = None,
 ) -> None:
-    """Measure speed and acceptance beside plain decoding; the last line is one JSON object."""
-    from server.commands import bench as command
+    """Measure speed, latency and acceptance beside plain decoding; the last line is one JSON object."""
+    from server.commands.bench import command, parse
 
-    streams = [int(item) for item in concurrency.split(",") if item.strip().isdigit() and int(item) > 0]
-    if not streams:
-        raise typer.BadParameter("write a comma list of positive numbers, for example 1,4,16", param_hint="--concurrency")
-    raise typer.Exit(command.run(settings, prompts, n, max_tokens, temperature, seed, streams, repeats))
+    order = parse.order(
+        prompts=prompts, n=n, max_tokens=max_tokens, temperature=temperature, seed=seed, concurrency=concurrency, rate=rate,
+        repeats=repeats, turns=turns, warm_up=warm_up, limit=limit, without=without, html=html, url=url, api=api,
+        api_key_file=api_key_file,
+    )  # fmt: skip
+    raise typer.Exit(command.run(settings, order))
+
+
+@app.command(name="eval")
+@takes(*ENGINE)
+def evaluate(
+    settings: Settings,
+    text: Annotated[
+        Path | None, typer.Option("--text", help="a text file  [default: the standard library's docstrings]")
+    ] = None,
+    limit: Annotated[int, typer.Option("--limit", min=100, help="characters of the text that are read")] = 100_000,
+    window: Annotated[int, typer.Option("--window", min=2, help="tokens read in one piece")] = 1024,
+    within: Annotated[float, typer.Option("--within", min=0.0, help="percent the perplexity may rise")] = 0.5,
+    reference: Annotated[bool, typer.Option(help="compare with the weights in float32, which is slow")] = True,
+) -> None:
+    """Perplexity of the model as served, against the same weights in float32."""
+    from server.commands import eval as command
+
+    raise typer.Exit(command.run(settings, text, limit, window, within, reference))
 
 
 @app.command()
