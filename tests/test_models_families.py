@@ -122,7 +122,7 @@ def change_config(folder: Path, **fields: Any) -> None:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "an unknown architecture": ({"model_type": "gpt_oss"}, "model_type: 'gpt_oss' is not supported; supported: llama, mistral"),
     "no architecture": ({"model_type": None}, "model_type: missing"),
-    "quantised safetensors": ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantization_config: 'gptq'"),
+    "other quantised safetensors": ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quantization_config: 'bitsandbytes' weights are not"),
     "another activation": ({"hidden_act": "gelu"}, "hidden_act: 'gelu'"),
     "dynamic rope": ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling.rope_type: 'dynamic'"),
     "longrope": ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "supported: default, linear, llama3, yarn"),

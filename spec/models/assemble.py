@@ -11,7 +11,9 @@ import dataclasses
 import torch
 
 from kernels.decoder import DecoderShape, DecoderWeights, LayerWeights
-from kernels.linear import BlockWeight, Weight
+from kernels.linear import BlockWeight, LayerWeight, Weight
+from kernels.linear.formats import PublishedWeight
+from spec.errors import InvariantError
 from spec.models.config import ModelConfig
 from spec.models.rope import rope_tables
 from spec.models.source import TensorSource, check_finite
@@ -26,7 +28,7 @@ def assemble(
     vocabulary = source.rows(source.stem("embedding"), config.hidden)
     if not 1 <= vocabulary <= MAX_VOCABULARY:
         source.refuse(f"{source.stem('embedding')}.weight", f"{vocabulary} rows; 1 to {MAX_VOCABULARY} are supported")
-    embedding = _finely(_matrix(source, source.stem("embedding"), vocabulary, config.hidden))
+    embedding = _vocabulary(source, source.stem("embedding"), vocabulary, config.hidden)
     lm_head = _lm_head(config, source, embedding, vocabulary)
     layers = tuple(_layer(config, source, index) for index in range(config.layers))
     cos, sin = rope_tables(config.rope, config.head_dim, context, rope_divisors)
@@ -58,15 +60,22 @@ def _lm_head(config: ModelConfig, source: TensorSource, embedding: Weight, vocab
     """Tied: the embedding itself, unless the file carries an output matrix that differs from it. Untied: the file's own."""
     stem = source.stem("lm_head")
     if source.has(f"{stem}.weight"):
-        own = _finely(_matrix(source, stem, vocabulary, config.hidden))
+        own = _vocabulary(source, stem, vocabulary, config.hidden)
         return embedding if config.tied and _equal(own, embedding) else own
     if not config.tied:
         source.refuse(f"{stem}.weight", "missing, and the config does not say tie_word_embeddings: true")
     return embedding
 
 
-def _finely(weight: Weight) -> Weight:
-    """The same matrix, its rows of activations quantised to 16 bits."""
+def _vocabulary(source: TensorSource, stem: str, rows: int, columns: int) -> Weight:
+    weight = _finely(_matrix(source, stem, rows, columns))
+    if isinstance(weight, PublishedWeight):
+        raise InvariantError(f"{stem} came as a {type(weight).__name__}; the vocabulary's matrices never do")
+    return weight
+
+
+def _finely(weight: LayerWeight) -> LayerWeight:
+    """The same matrix, its rows of activations quantised to 16 bits where they are quantised in blocks."""
     return dataclasses.replace(weight, activation_bits=16) if isinstance(weight, BlockWeight) else weight
 
 
@@ -82,7 +91,7 @@ def _equal(a: Weight, b: Weight) -> bool:
 def _layer(config: ModelConfig, source: TensorSource, index: int) -> LayerWeights:
     q_rows, kv_rows = config.q_heads * config.head_dim, config.kv_heads * config.head_dim
 
-    def matrix(role: str, rows: int, columns: int, bias: bool | None, heads: int = 0) -> Weight:
+    def matrix(role: str, rows: int, columns: int, bias: bool | None, heads: int = 0) -> LayerWeight:
         return _matrix(source, source.stem(role, index), rows, columns, bias, heads)
 
     def vector(role: str, size: int) -> torch.Tensor:
@@ -103,7 +112,7 @@ def _layer(config: ModelConfig, source: TensorSource, index: int) -> LayerWeight
     )
 
 
-def _matrix(source: TensorSource, stem: str, rows: int, columns: int, bias: bool | None = False, heads: int = 0) -> Weight:
+def _matrix(source: TensorSource, stem: str, rows: int, columns: int, bias: bool | None = False, heads: int = 0) -> LayerWeight:
     """`bias` None: take it where the file has one."""
     name = f"{stem}.bias"
     values = None

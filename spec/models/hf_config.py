@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from spec.models import quant_config
 from spec.models.config import MAX_CONTEXT, ROPE_KINDS, Fields, ModelConfig, RopeConfig, check_sizes, fail, shown
 from spec.models.families import FAMILIES, Family, supported
 from spec.models.rope import yarn_attention_factor
@@ -51,6 +52,7 @@ def read_hf_config(folder: Path) -> ModelConfig:
     if model_type not in FAMILIES:
         fields.fail("model_type", f"{shown(model_type)} is not supported; supported: {supported()}")
     family = FAMILIES[model_type]
+    quant_config.read_quantisation(fields)  # before anything is read from large files
     _refuse_variants(fields)
     q_heads = fields.integer("num_attention_heads", high=1024)
     hidden = fields.integer("hidden_size", high=1 << 17)
@@ -83,11 +85,13 @@ def read_hf_config(folder: Path) -> ModelConfig:
     )
 
 
+def read_quantisation(folder: Path) -> quant_config.Quantisation | None:
+    """How the matrices of a folder are stored; None: as plain numbers."""
+    path = folder / "config.json"
+    return quant_config.read_quantisation(Fields(path, read_json(path, CONFIG_BYTES)))
+
+
 def _refuse_variants(fields: Fields) -> None:
-    if fields.has("quantization_config"):
-        method = fields.get("quantization_config")
-        method = method.get("quant_method", method) if isinstance(method, dict) else method
-        fields.fail("quantization_config", f"{shown(method)} weights are not supported; use float weights or a GGUF file")
     activation = fields.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         fields.fail("hidden_act", f"{shown(activation)} is not supported; supported: silu")

@@ -16,7 +16,8 @@ from spec.models.config import ModelConfig, fail
 from spec.models.families import FAMILIES
 from spec.models.gguf_config import read_gguf_config
 from spec.models.gguf_file import GGUFFile
-from spec.models.hf_config import read_hf_config
+from spec.models.hf_config import read_hf_config, read_quantisation
+from spec.models.quant_source import QuantisedSource
 from spec.models.safetensors_file import PICKLES, SafetensorsFolder
 from spec.models.source import Form, GGUFSource, Quantise, SafetensorsSource, WeightForm, check_finite
 
@@ -65,16 +66,23 @@ def _first_rows(weight: Weight, rows: int) -> Weight:
 
 
 def load_model(
-    path: Path, *, weights: WeightForm = "native", context: int | None = None, quantise: Quantise | None = None
+    path: Path,
+    *,
+    weights: WeightForm = "native",
+    context: int | None = None,
+    quantise: Quantise | None = None,
+    published: bool = False,
 ) -> LoadedModel:
     """Load a GGUF file or a safetensors folder. Raises ModelFileError (the file's fault) or ConfigError (`context`'s).
 
     weights: "native" keeps the file's block types (see spec.models.blocks) and float types; "float32" and "bfloat16"
     dequantise every matrix. quantise: with "native", dense matrices become blocks, 8 or 4 bits a weight (embedding and output
     matrix always 8). context: positions the rotary tables cover; None is what the checkpoint declares, at most 131072.
+    published: the layers' matrices of quantised safetensors stay in their published form (`kernels.linear.formats`), which GPUs
+    and the reference read; otherwise they take the forms that every kernel reads (`spec.models.host_form`).
     """
     path = Path(path)
-    form = Form(weights, quantise)
+    form = Form(weights, quantise, published)
     if path.is_dir():
         return _load_folder(path, form, context)
     if not path.exists():
@@ -108,7 +116,9 @@ def _load_folder(folder: Path, form: Form, context: int | None) -> LoadedModel:
         fail(folder, "config.json", "missing; a model folder has config.json and .safetensors files")
     config = read_hf_config(folder)
     files = SafetensorsFolder(folder)
-    shape, weights = assemble(config, SafetensorsSource(files, form), config.context(context), None)
+    quantisation = read_quantisation(folder)
+    source = SafetensorsSource(files, form) if quantisation is None else QuantisedSource(files, form, quantisation)
+    shape, weights = assemble(config, source, config.context(context), None)
     digest = hashlib.sha256(repr(form).encode())
     digest.update((folder / "config.json").read_bytes())
     for file in files.files:

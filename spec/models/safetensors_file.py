@@ -30,6 +30,11 @@ DTYPE_BYTES = {
     "I16": 2, "U16": 2, "F16": 2, "BF16": 2, "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8,
 }  # fmt: skip
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# What quantised matrices are made of. A byte of exponent has no torch type that computes; it is read as a byte.
+CODES = {
+    "I8": torch.int8, "U8": torch.uint8, "I32": torch.int32, "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.uint8,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +70,17 @@ class SafetensorsFile:
 
     def tensor(self, name: str) -> torch.Tensor:
         """A view of the mapped file, in the stored float type. The caller has checked the name."""
+        return self._view(name, FLOATS)
+
+    def stored(self, name: str) -> torch.Tensor:
+        """The same for floats and for the codes of quantised matrices."""
+        return self._view(name, FLOATS | CODES)
+
+    def _view(self, name: str, known: dict[str, torch.dtype]) -> torch.Tensor:
         entry = self.tensors[name]
-        if entry.dtype not in FLOATS:
-            fail(self.path, f"tensor {shown(name)}", f"dtype {entry.dtype} is not supported; supported: {', '.join(FLOATS)}")
-        dtype = FLOATS[entry.dtype]
+        if entry.dtype not in known:
+            fail(self.path, f"tensor {shown(name)}", f"dtype {entry.dtype} is not supported; supported: {', '.join(known)}")
+        dtype = known[entry.dtype]
         if not entry.nbytes:
             return torch.empty(entry.shape, dtype=dtype)
         if entry.offset % dtype.itemsize:  # legal, but no float can be read there in place

@@ -10,7 +10,8 @@ from typing import Literal, NoReturn, Protocol
 
 import torch
 
-from kernels.linear import BLOCK, BlockWeight, DenseWeight, Weight
+from kernels.linear import BLOCK, BlockWeight, DenseWeight, LayerWeight, Weight
+from kernels.linear.formats import PublishedWeight
 from spec.models.blocks import BLOCK_TYPES, dequantise, quantise, to_block_weight
 from spec.models.config import fail, shown
 from spec.models.gguf_file import GGUFFile
@@ -23,10 +24,12 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """native keeps what the file has; `quantise` turns its dense matrices into blocks (8 bits always for the vocabulary's)."""
+    """native keeps what the file has; `quantise` turns its dense matrices into blocks (8 bits always for the vocabulary's).
+    `published` keeps the layers' matrices of quantised safetensors as `kernels.linear.formats` has them, for GPUs."""
 
     weights: WeightForm = "native"
     quantise: Quantise | None = None
+    published: bool = False
 
     def dense(self, values: torch.Tensor, bias: torch.Tensor | None, vocabulary: bool) -> Weight:
         """values [out, in] in the file's float type. A width that is not a multiple of 32 stays dense."""
@@ -51,8 +54,8 @@ class TensorSource(Protocol):
 
     def has(self, name: str) -> bool: ...
 
-    def matrix(self, stem: str, shape: tuple[int, int], bias: torch.Tensor | None, heads: int = 0) -> Weight:
-        """`heads` > 0: rows are those of a q or k projection of so many heads, returned in halves order."""
+    def matrix(self, stem: str, shape: tuple[int, int], bias: torch.Tensor | None, heads: int = 0) -> LayerWeight:
+        """A published form for layers only. `heads` > 0: rows are those of a q or k projection of so many heads, returned in halves order."""
 
     def vector(self, name: str, size: int, heads: int = 0) -> torch.Tensor:
         """[size] float32"""
@@ -86,7 +89,7 @@ class SafetensorsSource:
     def has(self, name: str) -> bool:
         return name in self.folder.place
 
-    def matrix(self, stem: str, shape: tuple[int, int], bias: torch.Tensor | None, heads: int = 0) -> Weight:
+    def matrix(self, stem: str, shape: tuple[int, int], bias: torch.Tensor | None, heads: int = 0) -> LayerWeight:
         vocabulary = stem in (_HF_MODEL["embedding"], _HF_MODEL["lm_head"])
         return self.form.dense(self._tensor(f"{stem}.weight", shape), bias, vocabulary)
 
@@ -189,10 +192,12 @@ def _halves(rows: torch.Tensor, heads: int) -> torch.Tensor:
     return rows.reshape(heads, -1, 2, rows.shape[1]).transpose(1, 2).reshape(rows.shape)
 
 
-def check_finite(source: TensorSource, name: str, weight: Weight | torch.Tensor) -> None:
-    """One pass over floats or block scales; NaN and infinity are refused, never served."""
+def check_finite(source: TensorSource, name: str, weight: LayerWeight | torch.Tensor) -> None:
+    """One pass over floats or block scales; NaN and infinity are refused, never served. Published forms were checked when read."""
     if isinstance(weight, torch.Tensor):
         parts = [weight]
+    elif isinstance(weight, PublishedWeight):
+        return
     elif isinstance(weight, BlockWeight):
         parts = [weight.scale, weight.minimum]
     else:
