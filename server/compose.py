@@ -5,6 +5,7 @@ It chooses kernels, weights, stores, drafters and the speculator, and nothing af
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import os
 import threading
@@ -23,6 +24,7 @@ from drafters.layer_models import LayerModel, quantised
 from kernels import native
 from kernels.batch import KVTensors
 from kernels.decoder import DecoderShape, DecoderWeights, FusedDecoder, HostDecoder
+from kernels.decoder.placement import placed
 from kernels.decoder.reference import ReferenceDecoder
 from kernels.kv_slots import reference as slots_reference
 from kernels.sample import reference as sample_reference
@@ -93,15 +95,24 @@ def load_parts(settings: Settings) -> Parts:
     """Load weights and tokenizer. Raises ConfigError or ModelFileError with one clear line."""
     check_kernels_package()
     cache = cache_root(settings)
+    backend = choose_backend(settings)
     paths = resolve(settings.model, cache)
     tokenizer = load_tokenizer(paths.weights, cache / "tokenizers")
     model = load_model(
-        paths.weights, weights=settings.weights, context=settings.context or None, quantise=settings.quantise
-    ).trimmed(tokenizer.vocab_size)
-    backend = choose_backend(settings)
+        paths.weights,
+        weights=settings.weights,
+        context=settings.context or None,
+        quantise=settings.quantise,
+        published=backend.published,
+    )
+    model = _placed(model.trimmed(tokenizer.vocab_size), settings.device)
     eos_ids = tuple(sorted({*model.eos_ids, *tokenizer.eos_ids}))
     grammars = GrammarCompiler(tokenizer.tokenizer_json(), eos_ids, model.shape.vocab_size)
     return Parts(settings, model, tokenizer, backend.make(model), backend, cache, eos_ids, grammars)
+
+
+def _placed(model: LoadedModel, device: str) -> LoadedModel:
+    return dataclasses.replace(model, weights=placed(model.weights, device))
 
 
 def _as_stored(weights: DecoderWeights) -> DecoderWeights:
@@ -118,6 +129,7 @@ class Backend:
     move: Move
     draft_weights: Callable[[DecoderWeights], DecoderWeights] = _as_stored  # the form in which drafters' own matrices are kept
     top: TopShares = top_shares_reference.top_shares
+    published: bool = False  # the layers' matrices of quantised safetensors stay in their published form
 
 
 def choose_backend(settings: Settings) -> Backend:
@@ -161,8 +173,16 @@ def _triton(settings: Settings) -> Backend:
     from kernels.decoder.triton import TritonDecoder
     from kernels.kv_slots import triton as slots
     from kernels.sample import triton as sample
+    from kernels.top_shares.triton import top_shares
 
-    return Backend("triton", lambda model: TritonDecoder(model.shape, model.weights), sample, slots.move)
+    return Backend(
+        "triton",
+        lambda model: TritonDecoder(model.shape, model.weights),
+        sample,
+        slots.move,
+        top=top_shares,
+        published=True,
+    )
 
 
 _BACKENDS = {"reference": _reference, "native": _native, "triton": _triton}
@@ -236,7 +256,8 @@ def _drafting_target(parts: Parts) -> registry.Target:
                 f"the draft model's tokenizer ({tokenizer.name}, {tokenizer.vocab_size} tokens) is not the target's "
                 f"({parts.tokenizer.name}, {parts.tokenizer.vocab_size} tokens); a drafter must share the target's vocabulary"
             )
-        return load_model(path, weights=parts.settings.weights).trimmed(parts.tokenizer.vocab_size)
+        model = load_model(path, weights=parts.settings.weights, published=parts.backend.published)
+        return _placed(model.trimmed(parts.tokenizer.vocab_size), parts.settings.device)
 
     def make_beside(model: LayerModel) -> FusedDecoder:
         return parts.decoder.beside(model.shape, parts.backend.draft_weights(model.weights))

@@ -1,0 +1,84 @@
+"""Quantised checkpoints through the Triton decoder and the engine, in their published form."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from device import DEVICE, to_device
+from engine_kit import greedy_request
+from loaded import text
+from quantised_checkpoints import write
+from toy import Row, new_store, step_inputs
+
+from kernels.decoder.placement import placed
+from kernels.decoder.reference import ReferenceDecoder
+from kernels.decoder.triton import TritonDecoder
+from kernels.linear import BlockWeight
+from kernels.linear.formats import GroupWeight
+from server.compose import load_parts, make_engine
+from server.settings import Settings
+from spec.models import load_model
+
+# Relative to the largest logit. Interpreted products are float32; a device rounds rows to 8 significant bits. A code of a row
+# quantised to 8 bits may tip over on a last-bit difference before it.
+TOLERANCE = 1e-4 if DEVICE == "cpu" else 3e-2
+TIPPED = 2e-2
+
+
+@pytest.mark.parametrize("form", ["gptq, act order", "awq", "fp8, blocks", "int8 rows", "compressed mxfp4"])
+def test_the_decoder_reads_the_published_form(form: str, tmp_path: Path) -> None:
+    model = load_model(write(tmp_path / "model", form)[0], published=True)
+    prompt = step_inputs([Row(text(5), [0])], 16)
+    tree = step_inputs([Row(text(4, seed=1), [0], 5, [-1, 0, 0, 1])], 16)
+    scores = []
+    for device in ("cpu", DEVICE):
+        store = new_store(model.shape, 1, 16, device=device)
+        weights = placed(model.weights, device)
+        kind = ReferenceDecoder if not scores else TritonDecoder
+        decoder = kind(model.shape, weights)
+        passes = [decoder.forward(to_device(inputs, device), store, True).logits for inputs in (prompt, tree)]
+        scores.append(torch.cat([logits.cpu() for logits in passes if logits is not None]))
+    want, got = scores
+    assert ((got - want).abs().max() / want.abs().max()).item() < (TIPPED if form == "int8 rows" else TOLERANCE)
+
+
+def test_placed_moves_every_tensor_once(tmp_path: Path) -> None:
+    weights = load_model(write(tmp_path / "model", "gptq, act order", tied=True)[0], published=True).weights
+    moved = placed(weights, "meta")
+    layer = moved.layers[0]
+    assert isinstance(layer.q, GroupWeight)
+    assert layer.q.order is not None
+    parts = (layer.q.codes, layer.q.scale, layer.q.zero, layer.q.order, layer.attention_norm, moved.rope_cos, moved.final_norm)
+    assert {t.device.type for t in parts} == {"meta"}
+    assert moved.lm_head is not weights.lm_head
+    assert moved.lm_head.values is moved.embedding.values  # type: ignore[union-attr]
+    assert placed(weights, "cpu").embedding.values is weights.embedding.values  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("drafters", ["none", "suffix"])
+def test_serving_on_triton_says_what_the_reference_says(drafters: str, tmp_path: Path) -> None:
+    folder, _ = write(tmp_path / "model", "awq")
+    said = {}
+    for backend, device in (("reference", "cpu"), ("triton", DEVICE)):
+        settings = Settings(
+            model=str(folder),
+            backend=backend,  # type: ignore[arg-type]
+            device=device,  # type: ignore[arg-type]
+            kv_type="float32",
+            kv_memory=2**19,
+            tree_shape="chain:3",
+            cache_dir=str(tmp_path / "cache"),
+        )
+        parts = load_parts(settings)
+        kinds = {type(parts.model.weights.layers[0].q)}
+        assert kinds == ({BlockWeight} if backend == "reference" else {GroupWeight})
+        engine = make_engine(parts, drafters)
+        engine.add(greedy_request(1, text(4) * 3, 6))
+        tokens: list[int] = []
+        for _ in range(12):
+            tokens += [token for event in engine.step() for token in event.token_ids]
+        said[backend] = tokens
+    assert len(said["triton"]) == 6
+    assert said["triton"] == said["reference"]
