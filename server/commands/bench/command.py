@@ -81,7 +81,7 @@ def measure(order: Order, prompts: dict[int, Prompt], lanes_for: LanesFor, show:
             runs = alternate(lanes, prompts, traffic, order.repeats, lambda task=task: progress.advance(task))  # type: ignore[misc]
             ours, base = runs[-1], runs[0] if len(lanes) > 1 else None
             named = {lane.name: run for lane, run in reversed(list(zip(lanes, runs, strict=True)))}
-            results.append(Result(traffic, named, _figures(order, traffic, ours, base)))
+            results.append(Result(traffic, named, _figures(order, lanes[-1].name, traffic, ours, base)))
     return results
 
 
@@ -163,8 +163,10 @@ def _baseline_name(order: Order) -> str:
 # ---- figures
 
 
-def _figures(order: Order, traffic: Traffic, ours: list[Run], base: list[Run] | None) -> dict[str, Any]:
-    found: dict[str, Any] = {"concurrency": traffic.users, "rate": traffic.rate} | figures.summary(ours, order.limits)
+def _figures(order: Order, name: str, traffic: Traffic, ours: list[Run], base: list[Run] | None) -> dict[str, Any]:
+    found: dict[str, Any] = {"name": name, "concurrency": traffic.users, "rate": traffic.rate} | figures.summary(
+        ours, order.limits
+    )
     found["baseline"] = None
     found["speedup_over_plain"] = None
     found["by_category"] = figures.by_category(ours, base)

@@ -83,8 +83,8 @@ class InProcess:
                     finish(turn, completion, self._clock())
             if running:
                 self._step(running, finish)
-            elif not waiting and (due := source.next_due()) is not None:
-                self._wait(max(due - self._clock(), 0.0))
+            elif not waiting and (due := source.next_due()) is not None and (pause := due - self._clock()) > 0:
+                self._wait(pause)
         after = self._engine.stats().get("phase_seconds", {})
         phases = {name: seconds - before.get(name, 0.0) for name, seconds in after.items()}
         return Run(tuple(sorted(done, key=lambda a: (a.prompt, a.turn))), self._clock() - start, phases)

@@ -25,13 +25,13 @@ STYLE = """
 * { box-sizing: border-box; }
 body { margin: 0 auto; max-width: 72rem; padding: 1rem; background: var(--bg); color: var(--ink); font: 16px/1.5 system-ui, sans-serif; }
 h1 { font-size: 1.4rem; margin: 0; } h2 { font-size: 1.15rem; margin: 2rem 0 .6rem; } h3 { font-size: 1rem; margin: 0 0 .3rem; font-weight: 600; }
-p { margin: .3rem 0; } .muted { color: var(--muted); overflow-wrap: anywhere; }
+p { margin: .2rem 0; } p.muted { font-size: .92rem; } .muted { color: var(--muted); overflow-wrap: anywhere; }
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(9.2rem, 1fr)); gap: .6rem; margin: 1rem 0; }
 .tile { background: var(--panel); border-radius: 10px; padding: .6rem .8rem; }
 .tile b { display: block; font-size: 1.45rem; line-height: 1.3; font-variant-numeric: tabular-nums; } .tile span { color: var(--muted); font-size: .85rem; }
 .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(20rem, 100%), 1fr)); gap: 1.2rem; margin: 1rem 0; align-items: start; }
 figure { margin: 0; min-width: 0; } figure svg { display: block; width: 100%; height: auto; max-width: 34rem; font-family: system-ui, sans-serif; }
-.scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: .92rem; font-variant-numeric: tabular-nums; }
+.scroll { overflow-x: auto; margin-bottom: .8rem; } table { border-collapse: collapse; font-size: .92rem; font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: .25rem .7rem; border-bottom: 1px solid var(--grid); white-space: nowrap; }
 th { color: var(--muted); font-weight: 600; } th:first-child, td:first-child { text-align: left; padding-left: 0; }
 details { margin: 1rem 0; } summary { cursor: pointer; } pre { background: var(--panel); border-radius: 10px; padding: .8rem; overflow-x: auto; font-size: .82rem; }
@@ -85,14 +85,14 @@ def _against_load(traffic: Sequence[Mapping[str, Any]]) -> str:
         if len(rows) < 2:
             continue
         for figure, ylabel, title in (
-            ("tokens_per_second", "tokens/s", f"Tokens a second by {xlabel}"),
-            ("ttft_ms_p99", "ms", f"Time to first token, p99, by {xlabel}"),
-            ("tpot_ms_p50", "ms", f"Time per output token, median, by {xlabel}"),
+            ("tokens_per_second", "tokens/s", "Tokens a second"),
+            ("ttft_ms_p99", "ms", "Time to first token, p99"),
+            ("tpot_ms_p50", "ms", "Time per output token, median"),
         ):
-            lanes = {"measured": [(row[key], row[figure]) for row in rows]}
+            lanes = {rows[0]["name"]: [(row[key], row[figure]) for row in rows]}
             if all(row["baseline"] for row in rows):
                 lanes = {rows[0]["baseline"]["name"]: [(row[key], row["baseline"][figure]) for row in rows]} | lanes
-            drawn.append(_figure(title, plots.curves(title, lanes, xlabel, ylabel)))
+            drawn.append(_figure(title, plots.curves(f"{title}, by {xlabel}", lanes, xlabel, ylabel)))
     return f'<h2>Under load</h2><div class="plots">{"".join(drawn)}</div>' if drawn else ""
 
 
@@ -141,7 +141,7 @@ def _speculation_plots(title: str, figures: Mapping[str, Any]) -> list[str]:
     if positions:
         words = "Passes that accepted the draft"
         drawn.append(_figure(words, plots.bars(f"{words}, by position, {title}", positions, "% of target passes")))
-    phases = {"measured": figures["phase_shares"]}
+    phases = {figures["name"]: figures["phase_shares"]}
     if base and base["phase_shares"]:
         phases = {base["name"]: base["phase_shares"]} | phases
     if figures["phase_shares"]:
@@ -173,7 +173,7 @@ RATES = {
 
 def _rows(figures: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
     base = figures["baseline"]
-    return [*([(base["name"], base)] if base else []), ("measured", figures)]
+    return [*([(base["name"], base)] if base else []), (figures["name"], figures)]
 
 
 def _rates_table(figures: Mapping[str, Any]) -> str:

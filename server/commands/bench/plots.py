@@ -7,6 +7,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Mapping, Sequence
+from html import escape
 from typing import Any
 
 from server.commands.bench.figures import percentile
@@ -31,7 +32,7 @@ _STYLE: Any = {  # typed as strings matplotlib knows
     "svg.fonttype": "none", "svg.hashsalt": "forespeak", "font.family": "sans-serif", "font.size": 10, "axes.edgecolor": MUTED,
     "axes.labelcolor": MUTED, "text.color": INK, "xtick.color": MUTED, "ytick.color": MUTED, "axes.spines.top": False,
     "axes.spines.right": False, "axes.grid": True, "grid.color": GRID, "grid.linewidth": 0.8, "axes.axisbelow": True,
-    "legend.frameon": False, "legend.fontsize": 9.5, "axes.labelsize": 9.5, "lines.linewidth": 1.8,
+    "xtick.major.size": 0, "ytick.major.size": 0, "xtick.minor.size": 0, "legend.frameon": False, "legend.fontsize": 9.5, "axes.labelsize": 9.5, "lines.linewidth": 1.8,
 }  # fmt: skip
 
 
@@ -60,24 +61,36 @@ class Canvas:
         self._style.__exit__(*exc)
 
 
+# What an inlined drawing does not need: descriptions, ids that several drawings would share, fonts the page chooses, turns by nothing.
+_NEEDLESS = (
+    r"<metadata>.*?</metadata>",
+    r"<!--.*?-->",
+    r"<style.*?</style>",
+    r"font-family: [^;]*; ",
+    r' transform="rotate\(-0 [^"]*"',
+    r"<g/>",
+    r"(?<=\d) L(?= )",
+)
+_BARE_GROUP = re.compile(r"<g> ?((?:(?!</?g\b).)*)</g>", re.DOTALL)
+
+
 def _inline(text: str, label: str) -> str:
-    """The <svg> alone, sized by the page, without the ids that several drawings on one page would share."""
-    body = text[text.index("<svg") :]
-    body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
-    body = re.sub(r'<g id="[^"]*"', "<g", body)
-    body = re.sub(r"<!--.*?-->\s*", "", body, flags=re.DOTALL)
-    body = re.sub(r"(\d+\.\d)\d+", r"\1", body)  # a tenth of a point is finer than a screen
-    body = re.sub(r"\s+", " ", body)
+    """The <svg> alone, sized and coloured by the page, a third of what matplotlib wrote."""
+    body = re.sub(r'<g id="[^"]*"', "<g", text[text.index("<svg") :])
+    for needless in _NEEDLESS:
+        body = re.sub(needless, "", body, flags=re.DOTALL)
+    body = re.sub(r"\s+", " ", re.sub(r"(\d+\.\d)\d+", r"\1", body))  # a tenth of a point is finer than a screen
+    while (thinner := _BARE_GROUP.sub(r"\1", body)) != body:
+        body = thinner
     for stand_in, variable in _VARIABLES.items():
         body = body.replace(stand_in, f"var({variable})")
-    body = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font-size: \1px", body)
-    words = label.replace("&", "&amp;").replace("<", "&lt;").replace('"', "&quot;")
-    return re.sub(
-        r"<svg [^>]*?viewBox=\"([^\"]*)\"[^>]*>",
-        rf'<svg viewBox="\1" role="img" aria-label="{words}" xmlns:xlink="http://www.w3.org/1999/xlink">',
-        body,
-        count=1,
-    )
+    head = f'<svg viewBox="0 0 {WIDTH * 72:g} \\1" role="img" aria-label="{escape(label)}" xmlns:xlink="http://www.w3.org/1999/xlink">'
+    return re.sub(r"<svg [^>]*?viewBox=\"0 0 [\d.]+ ([\d.]+)\"[^>]*>", head, body, count=1)
+
+
+def _logarithmic(values: Sequence[float]) -> bool:
+    """Whether the middle of the values spans more than a straight axis can show."""
+    return percentile(values, 5) > 0 and percentile(values, 99) > 20 * percentile(values, 5)
 
 
 def distribution(label: str, lanes: Mapping[str, Sequence[float]], unit: str = "ms") -> str:
@@ -88,27 +101,29 @@ def distribution(label: str, lanes: Mapping[str, Sequence[float]], unit: str = "
             if values:
                 canvas.axes.plot([percentile(values, s) for s in shares], shares, color=colour, label=name)
         right = max((percentile(values, 99) for values in lanes.values() if values), default=1.0)
-        canvas.axes.set_xlim(0, right * 1.05 or 1.0)
+        if _logarithmic([v for values in lanes.values() for v in values]):
+            canvas.axes.set_xscale("log")
+            canvas.axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        else:
+            canvas.axes.set_xlim(0, right * 1.05 or 1.0)
+            canvas.axes.xaxis.set_major_locator(MaxNLocator(6))
         canvas.axes.set_ylim(0, 102)
         canvas.axes.set_xlabel(unit)
         canvas.axes.set_ylabel("% of values")
-        canvas.axes.xaxis.set_major_locator(MaxNLocator(6))
         if len(lanes) > 1:
             canvas.axes.legend(loc="lower right")
     return canvas.svg
 
 
 def curves(label: str, lanes: Mapping[str, Sequence[tuple[float, float]]], xlabel: str, ylabel: str) -> str:
-    """Points joined by lines, one line a lane, from zero."""
+    """Points joined by lines, one line a lane, from zero; x is marked where there are points."""
     with Canvas(label) as canvas:
         for colour, (name, points) in zip(SERIES, lanes.items(), strict=False):
             canvas.axes.plot([x for x, _ in points], [y for _, y in points], color=colour, marker="o", markersize=4, label=name)
         canvas.axes.set_ylim(bottom=0)
         canvas.axes.set_xlabel(xlabel)
         canvas.axes.set_ylabel(ylabel)
-        canvas.axes.xaxis.set_major_locator(
-            MaxNLocator(6, integer=all(float(x).is_integer() for p in lanes.values() for x, _ in p))
-        )
+        canvas.axes.set_xticks(sorted({x for points in lanes.values() for x, _ in points}))
         if len(lanes) > 1:
             canvas.axes.legend()
     return canvas.svg

@@ -38,7 +38,7 @@ def rates(figures: dict[str, Any]) -> Table:
     table = Table(title=title_of(figures), title_justify="left")
     for column in ("", "tokens/s", "tokens/s of one stream", "answers/s", "goodput answers/s", "acceptance length"):
         table.add_column(column, justify="left" if not column else "right")
-    for name, row in ([(base["name"], base)] if base else []) + [("measured", figures)]:
+    for name, row in ([(base["name"], base)] if base else []) + [(figures["name"], figures)]:
         table.add_row(
             name,
             number(row["tokens_per_second"], 1),
@@ -55,7 +55,7 @@ def rates(figures: dict[str, Any]) -> Table:
 def latencies(figures: dict[str, Any]) -> Table:
     base = figures["baseline"]
     table = Table("milliseconds")
-    for name in ([base["name"]] if base else []) + ["measured"]:
+    for name in ([base["name"]] if base else []) + [figures["name"]]:
         for percent in (50, 90, 99):
             table.add_column(f"{name} p{percent}", justify="right")
     for key, words in MILLISECONDS.items():
