@@ -38,7 +38,20 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     prompts.write_text("\n".join(json.dumps(line) for line in lines))
     out = folder / "report.html"
     engine = ["--backend", "reference", "--kv-memory", "16MiB", "--cache-dir", str(folder / "cache"), "--drafters", "suffix"]
-    load = "--concurrency 1,2 --rate 20 --max-tokens 4 --warm-up 0 --limit ttft=1000 --tree-shape chain:4".split()
+    load = [
+        "--concurrency",
+        "1,2",
+        "--rate",
+        "20",
+        "--max-tokens",
+        "4",
+        "--warm-up",
+        "0",
+        "--limit",
+        "ttft=1000",
+        "--tree-shape",
+        "chain:4",
+    ]
     arguments = ["bench", str(model), "--prompts", str(prompts), "--html", str(out), *engine, *load]
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert result.exit_code == 0, result.output
