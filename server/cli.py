@@ -117,8 +117,17 @@ def bench(
     ] = None,
     api: Annotated[str, typer.Option("--api", help="with --url http://...: chat or completions")] = "chat",
     api_key_file: Annotated[Path | None, typer.Option("--api-key-file", help="with --url: file holding the key")] = None,
+    compare: Annotated[
+        str | None,
+        typer.Option("--compare", help="other engines instead: llama.cpp,openvino,transformers,vllm or some of them"),
+    ] = None,
+    peers_dir: Annotated[Path | None, typer.Option("--peers-dir", help="with --compare: where their environments are")] = None,
 ) -> None:
     """Measure speed, latency and acceptance beside plain decoding; the last line is one JSON object."""
+    if compare is not None:
+        from server.commands.compare import run as run_compare
+
+        raise typer.Exit(run_compare(settings, compare, prompts, n, max_tokens, repeats, peers_dir=peers_dir))
     from server.commands.bench import command, parse
 
     order = parse.order(

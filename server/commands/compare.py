@@ -1,0 +1,78 @@
+"""`forespeak bench --compare`: ours and other engines on the same prompts, turn by turn; a table and one JSON line."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
+
+from server.commands.common import chosen_prompts, encode, table_console
+from server.compose import load_parts
+from server.peers import report
+from server.peers.compare import CONTEXT, Order, compare, named, peers_root
+from server.settings import Settings
+from spec.errors import ConfigError
+
+DEFAULT_PROMPTS, DEFAULT_TOKENS, DEFAULT_STREAMS = 26, 96, 16
+
+
+def run(
+    settings: Settings,
+    peers: str,
+    prompts: Path | None,
+    n: int | None,
+    max_tokens: int,
+    repeats: int,
+    streams: int = DEFAULT_STREAMS,
+    peers_dir: Path | None = None,
+) -> int:
+    """Print the table and, last, one JSON line. 0, or 1 when no peer at all could be measured."""
+    print(msgspec.json.encode(figures(settings, peers, prompts, n, max_tokens, repeats, streams, peers_dir)).decode())
+    return 0
+
+
+def figures(
+    settings: Settings,
+    peers: str,
+    prompts: Path | None,
+    n: int | None,
+    max_tokens: int,
+    repeats: int,
+    streams: int,
+    peers_dir: Path | None,
+) -> dict[str, Any]:
+    """Measure, print the table, and return what the JSON line holds."""
+    chosen = named(peers)
+    parts = load_parts(settings)
+    encoded = [encode(parts, prompt) for prompt in chosen_prompts(None, prompts, n or DEFAULT_PROMPTS)]
+    ids = [prompt for prompt in encoded if len(prompt) + max_tokens <= CONTEXT]
+    if not ids:
+        raise ConfigError(f"no prompt leaves room for {max_tokens} tokens in a context of {CONTEXT}")
+    threads = settings.threads or len(os.sched_getaffinity(0))
+    order = Order(chosen, peers_root(parts, peers_dir), max_tokens, repeats, streams, threads)
+    columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        findings = compare(order, parts, ids, progress)
+    console = table_console()
+    console.print(report.table(findings, streams))
+    for name, reason in findings.unavailable.items():
+        console.print(f"not measured: {name}: {reason}", markup=False)
+    return report.as_json(findings, streams) | {
+        "prompts": len(ids), "max_tokens": max_tokens, "repeats": repeats, "threads": threads, "backend": parts.backend.name,
+        "drafters": settings.drafters, "model": parts.model.name, "commit": _commit(), "argv": sys.argv[1:],
+        "versions": {"python": platform.python_version(), "torch": str(torch.__version__)}, "machine": platform.processor(),
+    }  # fmt: skip
+
+
+def _commit() -> str:
+    root = Path(__file__).resolve().parent
+    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True, check=False)
+    return found.stdout.strip()
