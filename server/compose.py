@@ -48,7 +48,7 @@ from spec.target import TargetModel
 # Bits a weight of trained drafters on the CPU: of their layers, and of their vocabulary matrix.
 DRAFT_BITS, DRAFT_HEAD_BITS = 8, 4
 
-_KV_TYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+_KV_TYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float8": torch.float8_e4m3fn}
 
 
 def cache_root(settings: Settings) -> Path:
@@ -96,6 +96,10 @@ def load_parts(settings: Settings) -> Parts:
     check_kernels_package()
     cache = cache_root(settings)
     backend = choose_backend(settings)
+    if settings.kv_type not in ("auto", *backend.kv_types):
+        raise ConfigError(
+            f"--kv-type {settings.kv_type} is not for the {backend.name} kernels; they keep {' or '.join(backend.kv_types)}"
+        )
     paths = resolve(settings.model, cache)
     tokenizer = load_tokenizer(paths.weights, cache / "tokenizers")
     model = load_model(
@@ -129,6 +133,7 @@ class Backend:
     move: Move
     draft_weights: Callable[[DecoderWeights], DecoderWeights] = _as_stored  # the form in which drafters' own matrices are kept
     top: TopShares = top_shares_reference.top_shares
+    kv_types: tuple[str, ...] = ("bfloat16", "float32", "float8")  # what keys and values may be kept in
     published: bool = False  # the layers' matrices of quantised safetensors stay in their published form
 
 
@@ -166,6 +171,7 @@ def _native(settings: Settings) -> Backend:
         slots.move,
         lambda weights: quantised(weights, bits=DRAFT_BITS, head_bits=DRAFT_HEAD_BITS),
         NativeTopShares(threads),
+        kv_types=("bfloat16", "float32"),
     )
 
 

@@ -5,23 +5,25 @@ from __future__ import annotations
 import torch
 
 from kernels.batch import KVTensors
+from kernels.float8.reference import codes, stored
 
 
 def write(k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, store_k: torch.Tensor, store_v: torch.Tensor) -> None:
     """Put rows k, v [N, Hkv, D] float32 into `slots` [N] of one layer, rounded to the store's dtype."""
     page, offset = _split(slots, store_k.shape[-1])
-    store_k[page, :, :, offset] = k.to(store_k.dtype)  # indexed view [N, Hkv, D]
-    store_v[page, :, offset, :] = v.to(store_v.dtype)
+    codes(store_k)[page, :, :, offset] = codes(stored(k, store_k.dtype))  # indexed view [N, Hkv, D]
+    codes(store_v)[page, :, offset, :] = codes(stored(v, store_v.dtype))
 
 
 def move(src: torch.Tensor, dst: torch.Tensor, store: KVTensors) -> None:
     """Copy slots `src` [M] to `dst` [M] in all layers; every source is read before any destination is written."""
     src_page, src_offset = _split(src, store.page_size)
     dst_page, dst_offset = _split(dst, store.page_size)
-    k = store.k[:, src_page, :, :, src_offset]  # a copy, [M, L, Hkv, D]
-    v = store.v[:, src_page, :, src_offset, :]
-    store.k[:, dst_page, :, :, dst_offset] = k
-    store.v[:, dst_page, :, dst_offset, :] = v
+    keys, values = codes(store.k), codes(store.v)
+    k = keys[:, src_page, :, :, src_offset]  # a copy, [M, L, Hkv, D]
+    v = values[:, src_page, :, src_offset, :]
+    keys[:, dst_page, :, :, dst_offset] = k
+    values[:, dst_page, :, dst_offset, :] = v
 
 
 def _split(slots: torch.Tensor, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:

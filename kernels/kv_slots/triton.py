@@ -7,6 +7,16 @@ import triton
 import triton.language as tl
 
 from kernels.batch import KVTensors
+from kernels.float8.reference import codes
+from kernels.float8.triton import rounded
+
+
+@triton.jit
+def _kept(x, pointer):
+    """x as the store keeps it; rows that came from the store are already so."""
+    if x.dtype == pointer.dtype.element_ty:
+        return x
+    return rounded(x.to(tl.float32), pointer)
 
 
 @triton.jit(do_not_specialize=["moved"])
@@ -33,8 +43,8 @@ def _copy_kernel(
     v_at = store_v_ptr + base + slot % PAGE * DIM + channel
     row = ((layer * moved + index) * heads + head) * DIM + channel
     if TO_STORE:
-        tl.store(k_at, tl.load(rows_k_ptr + row, mask=inside).to(store_k_ptr.dtype.element_ty), mask=inside)
-        tl.store(v_at, tl.load(rows_v_ptr + row, mask=inside).to(store_v_ptr.dtype.element_ty), mask=inside)
+        tl.store(k_at, _kept(tl.load(rows_k_ptr + row, mask=inside), store_k_ptr), mask=inside)
+        tl.store(v_at, _kept(tl.load(rows_v_ptr + row, mask=inside), store_v_ptr), mask=inside)
     else:
         tl.store(rows_k_ptr + row, tl.load(k_at, mask=inside), mask=inside)
         tl.store(rows_v_ptr + row, tl.load(v_at, mask=inside), mask=inside)
@@ -65,6 +75,8 @@ def _copy(
     to_store: bool,
 ) -> None:
     layers, count, heads, dim = rows_k.shape
+    store_k, store_v = codes(store_k), codes(store_v)
+    rows_k, rows_v = codes(rows_k), codes(rows_v)
     if count:
         _copy_kernel[(count, heads, layers)](
             rows_k, rows_v, slots, store_k, store_v, count, heads, store_k.stride(0), DIM=dim, PAGE=store_k.shape[-1],

@@ -8,6 +8,9 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.float8.reference import codes
+from kernels.float8.triton import rounded
+
 
 @triton.jit
 def _rotated(
@@ -96,12 +99,12 @@ def _rope_write_kernel(
         x_ptr = k_ptr + node * k_stride + head * DIM
         first, second = _rotated(x_ptr, k_norm_ptr, cos_ptr + angle, sin_ptr + angle, eps, HALF, BLOCK)
         k_out = store_k_ptr + base + channel * PAGE + slot % PAGE
-        tl.store(k_out, first.to(store_k_ptr.dtype.element_ty), mask=inside)
-        tl.store(k_out + HALF * PAGE, second.to(store_k_ptr.dtype.element_ty), mask=inside)
+        tl.store(k_out, rounded(first, store_k_ptr), mask=inside)
+        tl.store(k_out + HALF * PAGE, rounded(second, store_k_ptr), mask=inside)
         value = v_ptr + node * v_stride + head * DIM + channel
         v_out = store_v_ptr + base + slot % PAGE * DIM + channel
-        tl.store(v_out, tl.load(value, mask=inside).to(store_v_ptr.dtype.element_ty), mask=inside)
-        tl.store(v_out + HALF, tl.load(value + HALF, mask=inside).to(store_v_ptr.dtype.element_ty), mask=inside)
+        tl.store(v_out, rounded(tl.load(value, mask=inside, other=0.0), store_v_ptr), mask=inside)
+        tl.store(v_out + HALF, rounded(tl.load(value + HALF, mask=inside, other=0.0), store_v_ptr), mask=inside)
 
 
 def rope(x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -138,6 +141,7 @@ def rope_write(
     kv_heads, dim, page_size = store_k.shape[1:]
     nodes, q_heads = q.shape[0], q.shape[1] // dim
     out = torch.empty(nodes, q_heads, dim, dtype=torch.float32, device=q.device)
+    store_k, store_v = codes(store_k), codes(store_v)
     if nodes:
         _rope_write_kernel[(nodes, q_heads + kv_heads)](
             q, k, v, q.stride(0), k.stride(0), v.stride(0), q_norm, k_norm, positions, slots, cos, sin, out, store_k, store_v,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from kernels.batch import StepInputs
+from kernels.float8.reference import codes
 
 
 def tree_attention(
@@ -58,8 +59,9 @@ def attend(
     out = torch.empty_like(q)
     for i, path in enumerate(paths):
         page, offset = path // store_k.shape[-1], path % store_k.shape[-1]
-        k = store_k[page, :, :, offset].float().transpose(0, 1).contiguous()  # [Hkv, L, D]
-        v = store_v[page, :, offset, :].float().transpose(0, 1).contiguous()  # [Hkv, L, D]
+        k, v = codes(store_k)[page, :, :, offset], codes(store_v)[page, :, offset, :]  # [L, Hkv, D]
+        k = k.view(store_k.dtype).float().transpose(0, 1).contiguous()  # [Hkv, L, D]
+        v = v.view(store_v.dtype).float().transpose(0, 1).contiguous()  # [Hkv, L, D]
         grouped = q[i].reshape(kv_heads, -1, 1, dim)  # [Hkv, G, 1, D]
         scores = (grouped * k.unsqueeze(1)).sum(-1).reshape(heads, -1) * scale  # [Hq, L]
         top = scores.amax(-1, keepdim=True)  # [Hq, 1]

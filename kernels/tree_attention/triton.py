@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 
 from kernels.batch import StepInputs
+from kernels.float8.reference import codes
+from kernels.float8.triton import from_e4m3
 from kernels.interpreter import interpreted
 
 LOG2_E = 1.4426950408889634
@@ -42,7 +44,7 @@ def _row_of_tile(row_ptr, rows, tile, BLOCK_Q: tl.constexpr):
 @triton.jit(do_not_specialize=["window", "rows", "nodes", "table_width", "split_keys"])
 def _attention_kernel(
     q_ptr,  # [N, Hq, D] float32
-    k_ptr,  # [pages, Hkv, D, PAGE]
+    k_ptr,  # [pages, Hkv, D, PAGE] float32, bfloat16, or uint8 (FLOAT8)
     v_ptr,  # [pages, Hkv, PAGE, D]
     out_ptr,  # [N, Hq, D] float32; with splits [SPLITS, N, Hq, D], not yet divided by the sum
     top_ptr,  # [SPLITS, N, Hq] float32 largest scaled score in base 2, or None without splits
@@ -69,6 +71,7 @@ def _attention_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     WINDOWED: tl.constexpr,
+    FLOAT8: tl.constexpr,  # the store holds e4m3, seen as bytes
     WIDEN: tl.constexpr,  # multiply in float32 (the interpreter)
 ):
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -91,7 +94,7 @@ def _attention_kernel(
     lane_at = (first + node).to(tl.int64) * (kv_heads * GROUPS) + head  # index into [N, Hq]
     q = tl.load(q_ptr + lane_at[:, None] * DIM + channel[None, :], mask=live[:, None] & real[None, :], other=0.0)
     if not WIDEN:
-        q = q.to(k_ptr.dtype.element_ty)
+        q = q.to(tl.bfloat16 if FLOAT8 else k_ptr.dtype.element_ty)
     word = tl.load(words_ptr + first + node, mask=live, other=0)
     position = tl.load(positions_ptr + first + node, mask=live, other=0)
 
@@ -117,8 +120,12 @@ def _attention_kernel(
         page = tl.load(table_ptr + row * table_width + key // PAGE, mask=inside, other=0).to(tl.int64)
         base = (page * kv_heads + kv_head) * (DIM * PAGE)
         k_at = k_ptr + base[None, :] + channel[:, None] * PAGE + (key % PAGE)[None, :]
-        k = tl.load(k_at, mask=real[:, None] & inside[None, :], other=0.0)  # [D, keys]
-        if WIDEN:
+        k = tl.load(k_at, mask=real[:, None] & inside[None, :], other=0)  # [D, keys]
+        if FLOAT8:
+            k = from_e4m3(k.to(tl.int32))
+            if not WIDEN:
+                k = k.to(tl.bfloat16)  # exactly
+        elif WIDEN:
             k = k.to(tl.float32)
         score = tl.dot(q, k, input_precision="ieee") * scale
 
@@ -137,8 +144,12 @@ def _attention_kernel(
         weight = tl.exp2(score - origin[:, None])
         fade = tl.exp2(top - origin)
         v_at = v_ptr + base[:, None] + (key % PAGE)[:, None] * DIM + channel[None, :]
-        v = tl.load(v_at, mask=inside[:, None] & real[None, :], other=0.0)  # [keys, D]
-        if WIDEN:
+        v = tl.load(v_at, mask=inside[:, None] & real[None, :], other=0)  # [keys, D]
+        if FLOAT8:
+            v = from_e4m3(v.to(tl.int32))
+            if not WIDEN:
+                v = v.to(tl.bfloat16)
+        elif WIDEN:
             v = v.to(tl.float32)
         mixed = mixed * fade[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="ieee")
         total = total * fade + tl.sum(weight, axis=1)
@@ -201,6 +212,8 @@ def tree_attention(
     if nodes == 0:
         return out
     groups, rows = q_heads // kv_heads, inputs.num_rows
+    float8 = store_k.dtype == torch.float8_e4m3fn
+    store_k, store_v = codes(store_k), codes(store_v)
     block_m = min(128, max(16, triton.next_power_of_2(triton.cdiv(nodes, rows) * groups)))
     block_m = max(block_m, triton.next_power_of_2(groups))
     block_q = block_m // groups
@@ -222,7 +235,7 @@ def tree_attention(
         q.contiguous(), store_k, store_v, target, top, total, sinks, inputs.positions, inputs.words, inputs.causal,
         inputs.row_ptr, inputs.page_table, inputs.kv_lens, scale * LOG2_E, window or 0, rows, nodes,
         inputs.page_table.shape[1], kv_heads, split_keys, GROUPS=groups, DIM=dim, PAGE=page_size, BLOCK_Q=block_q,
-        BLOCK_M=block_m, BLOCK_N=BLOCK_N, BLOCK_D=block_d, WINDOWED=window is not None,
+        BLOCK_M=block_m, BLOCK_N=BLOCK_N, BLOCK_D=block_d, WINDOWED=window is not None, FLOAT8=float8,
         WIDEN=interpreted(_attention_kernel), num_warps=4, num_stages=2,
         enable_fp_fusion=False,
     )  # fmt: skip

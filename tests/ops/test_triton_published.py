@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from device import DEVICE, to_device
@@ -12,6 +13,7 @@ from loaded import text
 from quantised_checkpoints import write
 from toy import Row, new_store, step_inputs
 
+from kernels import native
 from kernels.decoder.placement import placed
 from kernels.decoder.reference import ReferenceDecoder
 from kernels.decoder.triton import TritonDecoder
@@ -19,6 +21,7 @@ from kernels.linear import BlockWeight
 from kernels.linear.formats import GroupWeight
 from server.compose import load_parts, make_engine
 from server.settings import Settings
+from spec.errors import ConfigError
 from spec.models import load_model
 
 # Relative to the largest logit. Interpreted products are float32; a device rounds rows to 8 significant bits. A code of a row
@@ -82,3 +85,27 @@ def test_serving_on_triton_says_what_the_reference_says(drafters: str, tmp_path:
         said[backend] = tokens
     assert len(said["triton"]) == 6
     assert said["triton"] == said["reference"]
+
+
+def test_keys_in_8_bits_are_served_and_refused_by_the_native_kernels(tmp_path: Path) -> None:
+    folder, _ = write(tmp_path / "model", "fp8, one scale")
+    said = {}
+    for backend, device in (("reference", "cpu"), ("triton", DEVICE)):
+        settings = Settings(
+            model=str(folder),
+            backend=backend,  # type: ignore[arg-type]
+            device=device,  # type: ignore[arg-type]
+            kv_type="float8",
+            kv_memory=2**17,
+            tree_shape="chain:3",
+            cache_dir=str(tmp_path / "cache"),
+        )
+        parts = load_parts(settings)
+        engine = make_engine(parts, "suffix")
+        assert engine.config.num_pages == 2**17 // (2 * 2 * 32 * 16)  # a byte each: keys and values of 2 heads of 32
+        engine.add(greedy_request(1, text(4) * 3, 5))
+        said[backend] = [token for _ in range(10) for event in engine.step() for token in event.token_ids]
+    assert said["triton"] == said["reference"]
+    if native.load() is not None:
+        with pytest.raises(ConfigError, match="--kv-type float8 is not for the native kernels; they keep bfloat16 or float32"):
+            load_parts(msgspec.structs.replace(settings, backend="native", device="cpu"))

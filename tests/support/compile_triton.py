@@ -24,7 +24,7 @@ from kernels.tree_accept import triton as tree_accept
 from kernels.tree_attention import triton as tree_attention
 
 F32, BF16, F16, I32, I64, F64, U8, I16, I8 = "*fp32", "*bf16", "*fp16", "*i32", "*i64", "*fp64", "*u8", "*i16", "*i8"
-ATTENTION = {"GROUPS": 4, "PAGE": 16, "BLOCK_Q": 4, "BLOCK_M": 16, "BLOCK_N": 64, "WIDEN": False}
+ATTENTION = {"GROUPS": 4, "PAGE": 16, "BLOCK_Q": 4, "BLOCK_M": 16, "BLOCK_N": 64, "FLOAT8": False, "WIDEN": False}
 ATTENTION_BATCH = [I32, I64, U8, I32, I32, I32, "fp32", *["i32"] * 6]
 SAMPLE = [F32, F32, I32, F32, F32]
 
@@ -49,6 +49,16 @@ CASES: list[tuple[Any, list[str | None], dict[str, Any]]] = [
         [F32, F32, I32, F32, F32, "i32", "i32", "i64"],
         {"DIM": 64, "PAGE": 32, "BLOCK": 64, "TO_STORE": False},
     ),
+    (
+        kv_slots._copy_kernel,
+        [F32, F32, I32, U8, U8, "i32", "i32", "i64"],
+        {"DIM": 64, "PAGE": 16, "BLOCK": 64, "TO_STORE": True},
+    ),
+    (
+        rope._rope_write_kernel,
+        [F32, F32, F32, "i32", "i32", "i32", None, None, I32, I32, F32, F32, F32, U8, U8, "fp32", "i32", "i32"],
+        {"HALF": 64, "PAGE": 16, "BLOCK": 64},
+    ),
     (tree_accept._tree_accept_kernel, [I32, I32, I32, I32, I32, I32, I32, "i32"], {"BLOCK": 64}),
     (
         tree_attention._attention_kernel,
@@ -59,6 +69,11 @@ CASES: list[tuple[Any, list[str | None], dict[str, Any]]] = [
         tree_attention._attention_kernel,
         [F32, F32, F32, F32, F32, F32, F32, *ATTENTION_BATCH],
         dict(**ATTENTION, DIM=30, BLOCK_D=32, WINDOWED=True),
+    ),
+    (
+        tree_attention._attention_kernel,
+        [F32, U8, U8, F32, F32, F32, F32, *ATTENTION_BATCH],
+        dict(ATTENTION | {"FLOAT8": True}, DIM=128, BLOCK_D=128, WINDOWED=True),
     ),
     (tree_attention._merge_kernel, [F32, F32, F32, F32, "i32", "i32"], {"DIM": 128, "BLOCK_D": 128}),
     (

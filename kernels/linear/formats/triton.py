@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.float8.triton import from_e4m3
 from kernels.interpreter import interpreted
 from kernels.linear.formats import INT8_LARGEST, MX_BLOCK, Float8Weight, GroupWeight, Int8Weight, MxWeight, PublishedWeight
 
@@ -20,11 +21,8 @@ INT4, INT8, E4M3, E2M1 = range(4)  # kinds of codes
 @triton.jit
 def _numbers(raw, KIND: tl.constexpr):
     """int32 codes -> float32 numbers; E2M1 gives twice the value, which is an integer."""
-    if KIND == 2:  # sign, 4 exponent bits with bias 7, 3 of mantissa; exponent 0 counts in 2^-9
-        tiny = (raw & 7).to(tl.float32) * 0.001953125
-        usual = (((raw & 0x7F) << 20) + (120 << 23)).to(tl.float32, bitcast=True)
-        size = tl.where((raw & 0x78) == 0, tiny, usual)
-        return tl.where((raw & 0x80) != 0, -size, size)
+    if KIND == 2:
+        return from_e4m3(raw)
     if KIND == 3:  # sign, 2 exponent bits with bias 1, 1 of mantissa
         exponent = (raw >> 1) & 3
         size = tl.where(exponent == 0, raw & 1, (2 + (raw & 1)) << tl.maximum(exponent - 1, 0))
