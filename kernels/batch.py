@@ -7,6 +7,8 @@ P pages in the longest row's table, R scored nodes, L layers, Hq query heads, Hk
 
 from __future__ import annotations
 
+import math
+import mmap
 from array import array
 from dataclasses import dataclass
 
@@ -96,8 +98,18 @@ class KVTensors:
     def allocate(
         layers: int, pages: int, kv_heads: int, head_dim: int, page_size: int, dtype: torch.dtype, device: str = "cpu"
     ) -> KVTensors:
-        """Zero-filled store (lazily committed by the system on the CPU)."""
+        """Zero-filled store. On the CPU the system commits its memory as pages are first written."""
+        zeros = _lazy_zeros if device == "cpu" else torch.zeros
         return KVTensors(
-            k=torch.zeros(layers, pages, kv_heads, head_dim, page_size, dtype=dtype, device=device),
-            v=torch.zeros(layers, pages, kv_heads, page_size, head_dim, dtype=dtype, device=device),
+            k=zeros((layers, pages, kv_heads, head_dim, page_size), dtype=dtype, device=device),
+            v=zeros((layers, pages, kv_heads, page_size, head_dim), dtype=dtype, device=device),
         )
+
+
+def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
+    """Zeros in a private mapping of their own: `torch.zeros` would write all of them now, which makes a gigabyte resident."""
+    size = math.prod(shape) * dtype.itemsize
+    if size == 0:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)  # holds the mapping as long as any view of it lives

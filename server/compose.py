@@ -6,6 +6,7 @@ It chooses kernels, weights, stores, drafters and the speculator, and nothing af
 from __future__ import annotations
 
 import dataclasses
+import gc
 import importlib.metadata
 import os
 import threading
@@ -119,6 +120,10 @@ def _placed(model: LoadedModel, device: str) -> LoadedModel:
     return dataclasses.replace(model, weights=placed(model.weights, device))
 
 
+def _nothing() -> None:
+    pass
+
+
 def _as_stored(weights: DecoderWeights) -> DecoderWeights:
     return weights
 
@@ -133,6 +138,7 @@ class Backend:
     move: Move
     draft_weights: Callable[[DecoderWeights], DecoderWeights] = _as_stored  # the form in which drafters' own matrices are kept
     top: TopShares = top_shares_reference.top_shares
+    trim: Callable[[], None] = _nothing  # gives freed memory back to the system
     kv_types: tuple[str, ...] = ("bfloat16", "float32", "float8")  # what keys and values may be kept in
     published: bool = False  # the layers' matrices of quantised safetensors stay in their published form
 
@@ -160,7 +166,8 @@ def _native(settings: Settings) -> Backend:
     from kernels.sample.native import NativeSample
     from kernels.top_shares.native import NativeTopShares
 
-    if native.load() is None:
+    library = native.load()
+    if library is None:
         raise ConfigError("the native kernels are not built (no C++ compiler was found); use --backend reference")
     torch.set_num_threads(1)  # the kernels have their own threads; torch only makes small tensors here
     threads = _threads(settings)
@@ -183,7 +190,7 @@ def _triton(settings: Settings) -> Backend:
 
     return Backend(
         "triton",
-        lambda model: TritonDecoder(model.shape, model.weights),
+        lambda model: TritonDecoder(model.shape, model.weights, settings.deterministic),
         sample,
         slots.move,
         top=top_shares,
@@ -305,14 +312,18 @@ def build_engine(settings: Settings) -> tuple[Engine, Ready]:
     warming.start()
     engine = make_engine(parts)
     warming.join()
+    name, backend, vocabulary = parts.model.name, parts.backend, parts.model.shape.vocab_size
+    del parts, warming  # and with them the weights as they were loaded: the decoder has packed its own
+    gc.collect()
+    backend.trim()
     ready = Ready(
-        model=parts.model.name,
-        vocab_size=parts.model.shape.vocab_size,
+        model=name,
+        vocab_size=vocabulary,
         context=engine.config.context,
         num_pages=engine.config.num_pages,
         page_size=engine.config.page_size,
         drafters=tuple(drafter.name for drafter in engine.drafters),
-        backend=parts.backend.name,
+        backend=backend.name,
         load_seconds=time.perf_counter() - start,
     )
     return engine, ready

@@ -24,6 +24,7 @@ from kernels.rope.triton import rope_write
 from kernels.sample.triton import argmax
 from kernels.silu_mul.triton import silu_mul
 from kernels.top_shares.triton import best_tokens
+from kernels.tree_attention.ordered import triton as ordered
 from kernels.tree_attention.triton import tree_attention
 
 
@@ -55,12 +56,14 @@ def stack(weights: Sequence[LayerWeight]) -> tuple[LayerWeight, ...]:
 
 
 class TritonDecoder:
-    """The `Decoder` protocol on a device. `invariant` gives up the vendor library for row-independent products."""
+    """The `Decoder` protocol on a device. `invariant` gives up the vendor library and the fast attention for kernels whose bits depend
+    on a node's own path only, as the contract asks; otherwise near-ties may fall differently with the batch."""
 
     def __init__(self, shape: DecoderShape, weights: DecoderWeights, invariant: bool = False) -> None:
         self.shape = shape
         self.weights = weights
         self.invariant = invariant
+        self._attend = ordered.tree_attention if invariant else tree_attention
         self._fused = [_Fused(stack((w.q, w.k, w.v)), stack((w.gate, w.up))) for w in weights.layers]
 
     def draft(
@@ -113,7 +116,7 @@ class TritonDecoder:
             q, k, v, inputs.positions, inputs.slots, weights.rope_cos, weights.rope_sin, store.k[index], store.v[index],
             layer.q_norm, layer.k_norm, shape.norm_eps,
         )  # fmt: skip
-        mixed = tree_attention(rotated, store.k[index], store.v[index], inputs, shape.attention_scale, shape.sliding_window)
+        mixed = self._attend(rotated, store.k[index], store.v[index], inputs, shape.attention_scale, shape.sliding_window)
         return linear(mixed.reshape(normed.shape[0], -1), layer.o, self.invariant)
 
     def _split(self, x: torch.Tensor, weights: tuple[LayerWeight, ...], sizes: list[int]) -> Sequence[torch.Tensor]:

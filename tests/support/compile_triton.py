@@ -22,6 +22,7 @@ from kernels.silu_mul import triton as silu_mul
 from kernels.top_shares import triton as top_shares
 from kernels.tree_accept import triton as tree_accept
 from kernels.tree_attention import triton as tree_attention
+from kernels.tree_attention.ordered import triton as ordered
 
 F32, BF16, F16, I32, I64, F64, U8, I16, I8 = "*fp32", "*bf16", "*fp16", "*i32", "*i64", "*fp64", "*u8", "*i16", "*i8"
 ATTENTION = {"GROUPS": 4, "PAGE": 16, "BLOCK_Q": 4, "BLOCK_M": 16, "BLOCK_N": 64, "FLOAT8": False, "WIDEN": False}
@@ -74,6 +75,15 @@ CASES: list[tuple[Any, list[str | None], dict[str, Any]]] = [
         tree_attention._attention_kernel,
         [F32, U8, U8, F32, F32, F32, F32, *ATTENTION_BATCH],
         dict(ATTENTION | {"FLOAT8": True}, DIM=128, BLOCK_D=128, WINDOWED=True),
+    ),
+    *(
+        (
+            ordered._ordered_kernel,
+            [F32, kind, kind, F32, F32, F32, sinks, I32, I64, U8, I32, I32, I32, "fp32", *["i32"] * 5],
+            {"GROUPS": 4, "DIM": 128, "PAGE": 16, "BLOCK_Q": 4, "BLOCK_M": 16, "BLOCK_D": 128, "SPLIT": 256}
+            | {"WINDOWED": kind == U8, "FLOAT8": kind == U8},
+        )
+        for kind, sinks in ((BF16, None), (U8, F32))
     ),
     (tree_attention._merge_kernel, [F32, F32, F32, F32, "i32", "i32"], {"DIM": 128, "BLOCK_D": 128}),
     (
