@@ -178,6 +178,7 @@ def _native(settings: Settings) -> Backend:
         slots.move,
         lambda weights: quantised(weights, bits=DRAFT_BITS, head_bits=DRAFT_HEAD_BITS),
         NativeTopShares(threads),
+        trim=library.trim,
         kv_types=("bfloat16", "float32"),
     )
 
