@@ -15,6 +15,7 @@ import pytest
 from checkpoints import write_rand_checkpoint
 from toy_engine import ToyEngine
 
+from bench import techniques
 from server.commands.bench import figures
 from server.commands.bench.command import alternate
 from server.commands.bench.in_process import InProcess
@@ -400,3 +401,39 @@ def test_an_order_keeps_seeds_in_range() -> None:
     order = Order(Path("x"), seed=2**63 - 1)
     assert 0 <= order.sampling(5).seed < 2**63
     assert math.isfinite(order.sampling(0).temperature)
+
+
+# ---- the ladder
+
+
+def test_the_ladder_begins_with_nothing_and_ends_with_everything(settings: Settings) -> None:
+    assert sorted(techniques.LADDER) == sorted(TECHNIQUES)
+    ground = techniques.setup_with(settings, (), 6)
+    assert (ground.settings.weights, ground.settings.prefix_cache, ground.settings.drafters) == ("bfloat16", False, "none")
+    assert ground.admission == Batches(1)
+    assert ground.wrap is not everything(settings).wrap
+    batched = techniques.setup_with(settings, techniques.LADDER[:3], 6)
+    assert (batched.settings.weights, batched.admission) == ("native", Batches(6))
+    assert batched.settings.chunk_tokens > 10_000
+    assert techniques.setup_with(settings, techniques.LADDER, 6) == everything(settings)
+
+
+def test_a_rung_is_measured_beside_the_one_below(full: tuple[Workshop, Run], settings: Settings) -> None:
+    workshop, _ = full
+    rung = techniques.climb(workshop, settings, talks(), "prefix-cache", 2, 1)
+    assert rung.identical
+    assert rung.below["cached_tokens"] == 0
+    assert rung.figures["cached_tokens"] > 0
+    assert rung.figures["tokens"] == rung.below["tokens"] == 4 * 2 * 14
+    assert rung.ratios["tokens_per_second"] == pytest.approx(
+        rung.figures["tokens_per_second"] / rung.below["tokens_per_second"], rel=0.01
+    )
+
+
+def test_the_workload_shares_a_beginning_and_has_long_documents() -> None:
+    prompts = techniques.workload(10)
+    assert {p.messages[0]["content"] for p in prompts.values()} == {techniques.SYSTEM}
+    long = [i for i, p in prompts.items() if len(p.messages[1]["content"]) > 4000]
+    assert long == [4, 9]
+    assert all(p.later for i, p in prompts.items() if i not in long)
+    assert len({p.messages[1]["content"] for p in prompts.values()}) == 10

@@ -1,0 +1,188 @@
+"""What each technique of serving gains, one by one: a ladder from none of them to all.
+
+    ./dev bench techniques [--model MODEL] [--users 6] [--repeats 2]
+
+Every rung adds one technique to the rung below and is measured beside it, in alternation, on the same conversations: chats of two
+turns behind one system prompt, with answers of unequal length, and now and then a long document. All answers must be the same on both
+rungs, wherever the weights are. Prints a table for people and, last, one JSON line. Takes about five minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from server.commands.bench import figures
+from server.commands.bench.command import alternate
+from server.commands.bench.facts import facts
+from server.commands.bench.records import Run
+from server.commands.bench.techniques import TECHNIQUES, Setup, everything, without
+from server.commands.bench.traffic import Traffic
+from server.commands.bench.workshop import Workshop
+from server.prompts import Prompt
+from server.settings import DEFAULT_MODEL, Settings
+from spec.request import SamplingParams
+
+# From the ground up. A technique stands above what it builds on: static batches before continuous ones, keys before sharing them.
+LADDER = ("kv-cache", "quantised-weights", "batching", "continuous-batching", "prefix-cache", "chunked-prefill", "speculation")
+WEIGHTS = "quantised-weights"  # the one rung that may change the text
+LENGTHS = (24, 112, 40, 80)  # tokens of an answer, by turn: static batches wait for the longest
+# The lowest rungs are slow: conversations and repeats that are enough to see factors as large as theirs.
+FEWER = {"kv-cache": (1, 1), "quantised-weights": (3, 2)}
+WARM_UP_TOKENS = 8
+
+SYSTEM = (
+    "You are the assistant of a small public library in a harbour town. You help readers to find books, explain how lending works, "
+    "and answer short questions about the collection. The library is open from nine to six on weekdays and from ten to two on Saturdays; "
+    "it is closed on Sundays and holidays. A reader may borrow eight books for four weeks and films for one week. Loans can be renewed twice "
+    "unless somebody waits for the item. Late returns cost ten cents a day, at most three euros an item. Children pay nothing. The reading room "
+    "on the first floor has newspapers in six languages, the cellar holds maps and ship registers that may be read on request but not borrowed. "
+    "Answer in plain sentences, name the shelf when you recommend a book, and say openly when you do not know something."
+)
+QUESTIONS = (
+    ("Which books about lighthouses would you give a curious ten-year-old?", "Tell me more about the first one."),
+    ("How long may I keep a film, and what happens if I bring it back late?", "Write that as a short note for my fridge."),
+    ("I want to find out which ships my grandfather sailed on.", "What should I bring along when I come?"),
+    ("Recommend three sea stories that are not about war.", "Which of them is the shortest?"),
+    ("Is the library open on the Saturday before Easter?", "And may I return books when it is closed?"),
+    ("Explain in simple words how a tide table is read.", "Give me an example with numbers."),
+)
+PARAGRAPH = (
+    "The brig Marianne left the harbour on the third of May with timber, tar and eleven men, met fog off the cape, and lay still for two days. "
+    "On the third day a westerly came up, and the master, who knew the coast from boyhood, brought her round the shoals without a pilot. "
+)
+
+
+def workload(conversations: int, long_every: int = 5, paragraphs: int = 20) -> dict[int, Prompt]:
+    """Two turns each; every `long_every`-th conversation is one question about a long document instead."""
+    system = {"role": "system", "content": SYSTEM}
+    prompts = {}
+    for i in range(conversations):
+        first, later = QUESTIONS[i % len(QUESTIONS)]
+        if i % long_every == long_every - 1:
+            text = f"Page {i}. " + PARAGRAPH * paragraphs + "\nWho brought the brig round the shoals?"
+            prompts[i] = Prompt(str(i), "document", (system, {"role": "user", "content": text}))
+        else:
+            prompts[i] = Prompt(str(i), "chat", (system, {"role": "user", "content": f"{first} ({i})"}), later=(later,))
+    return prompts
+
+
+def sampling(number: int) -> SamplingParams:
+    return SamplingParams(max_tokens=LENGTHS[number % len(LENGTHS)], temperature=0.0, seed=number, ignore_eos=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """One technique, its lane beside the one below, and what both measured."""
+
+    technique: str
+    users: int
+    below: dict[str, Any]
+    figures: dict[str, Any]
+    ratios: dict[str, float | None]  # of the figures, this rung over the one below
+    identical: bool
+
+
+def setup_with(settings: Settings, techniques: Sequence[str], users: int) -> Setup:
+    """Everything but what stands higher on the ladder than these."""
+    missing = [name for name in LADDER if name not in techniques]
+    return without(everything(settings), missing[::-1], users)  # the lower one decides where two change the same thing
+
+
+def climb(
+    workshop: Workshop, settings: Settings, prompts: Mapping[int, Prompt], technique: str, users: int, repeats: int
+) -> Rung:
+    """Measure one rung beside the one below."""
+    place = LADDER.index(technique)
+    conversations, most = FEWER.get(technique, (len(prompts), repeats))
+    chosen = dict(list(prompts.items())[:conversations])
+    traffic = Traffic(users=users)
+    lanes = [
+        workshop.lane("below", setup_with(settings, LADDER[:place], users)),
+        workshop.lane("rung", setup_with(settings, LADDER[: place + 1], users)),
+    ]
+    for lane in lanes:
+        lane.run(dict(list(chosen.items())[:1]), traffic, "warm-up", lambda: None, WARM_UP_TOKENS)
+    below, runs = alternate(lanes, chosen, traffic, min(repeats, most), lambda: None)
+    summaries = [figures.summary(each, {}) for each in (below, runs)]
+    ratios = {name: _ratio(summaries[1][name], summaries[0][name]) for name in FIGURES}
+    compared = figures.comparison(runs, below)
+    ratios["tokens_per_second"], ratios["decode_tokens_per_second"] = compared["throughput_ratio"], compared["decode_speedup"]
+    return Rung(technique, users, _short(summaries[0]), _short(summaries[1]), ratios, _same_text(technique, below, runs))
+
+
+FIGURES = {
+    "tokens_per_second": "tokens/s", "decode_tokens_per_second": "one stream", "ttft_ms_p50": "first token p50 ms",
+    "ttft_ms_p99": "first token p99 ms", "chunk_gap_ms_p99": "gap p99 ms",
+}  # fmt: skip
+
+
+def _short(summary: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: summary[name] for name in (*FIGURES, "acceptance_length", "cached_tokens", "prompt_tokens", "tokens", "seconds")
+    }
+
+
+def _ratio(over: float, under: float) -> float | None:
+    return round(over / under, 3) if under else None
+
+
+def _same_text(technique: str, below: Sequence[Run], runs: Sequence[Run]) -> bool:
+    """Exit code 1 hangs on it: techniques may change the time, never the text. Other weights are another model."""
+    return technique == WEIGHTS or figures.comparison(runs, below)["identical"]
+
+
+def table(rungs: Sequence[Rung]) -> Table:
+    result = Table(title="each rung, and its ratio to the one below (measured beside it)", title_justify="left")
+    for column in ("technique", "users", *FIGURES.values()):
+        result.add_column(column, justify="left" if column == "technique" else "right", no_wrap=True)
+    ground = rungs[0]
+    result.add_row("none of them", str(ground.users), *(f"{ground.below[name]:,.1f}      " for name in FIGURES))
+    for rung in rungs:
+        cells = (f"{rung.figures[name]:,.1f} {_times(rung.ratios[name])}" for name in FIGURES)
+        result.add_row(f"+ {rung.technique}", str(rung.users), *cells)
+    return result
+
+
+def _times(ratio: float | None) -> str:
+    return "     -" if ratio is None else f"x{ratio:.2f}".rjust(6)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=DEFAULT_MODEL)
+    parser.add_argument("--users", type=int, default=6, help="who ask at once")
+    parser.add_argument("--conversations", type=int, default=10)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--drafters", default="auto")
+    parser.add_argument("--only", choices=LADDER, action="append", help="these rungs alone")
+    chosen = parser.parse_args(arguments)
+    settings = Settings(model=chosen.model, kv_memory=2**29, threads=chosen.threads, drafters=chosen.drafters)
+    prompts = workload(chosen.conversations)
+    workshop = Workshop(sampling, 0)
+    console = Console(width=130)
+    rungs = []
+    climbs = [(name, chosen.users) for name in LADDER if not chosen.only or name in chosen.only]
+    climbs += [(name, 1) for name, _ in climbs if name == "speculation"]  # made for a machine with nothing else to do
+    for name, users in climbs:
+        Console(stderr=True).print(f"{name}: {TECHNIQUES[name][0]}, against not so; {users} at once ...", highlight=False)
+        rungs.append(climb(workshop, settings, prompts, name, users, chosen.repeats))
+    console.print(table(rungs))
+    wrong = [rung.technique for rung in rungs if not rung.identical]
+    if wrong:
+        console.print(f"the text changed with: {', '.join(wrong)}")
+    found = {"bench": "techniques", "users": chosen.users, "conversations": chosen.conversations, "repeats": chosen.repeats}
+    found |= {"rungs": [{name: getattr(rung, name) for name in Rung.__slots__} for rung in rungs]} | facts()
+    print(msgspec.json.encode(found).decode())
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
