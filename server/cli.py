@@ -138,6 +138,36 @@ def bench(
     raise typer.Exit(command.run(settings, order))
 
 
+@app.command()
+@takes(*ENGINE)
+def tune(
+    settings: Settings,
+    prompts: Prompts = None,
+    n: Count = None,
+    max_tokens: MaxTokens = 96,
+    temperature: Temperature = 0.0,
+    seed: Seed = None,
+    concurrency: Annotated[str, typer.Option("--concurrency", help="comma list of loads to tune for")] = "1,4",
+    repeats: Annotated[int, typer.Option("--repeats", min=1, help="runs that confirm a configuration, medians count")] = 2,
+    minutes: Annotated[float, typer.Option("--minutes", min=0.1, help="searching ends at half of this")] = 10.0,
+    out: Annotated[Path, typer.Option("--out", help="the config that is written, for serve --config")] = Path("tuned.toml"),
+    plot: Annotated[Path | None, typer.Option("--plot", help="write the speed by load as SVG")] = None,
+    live: Annotated[str | None, typer.Option("--live", help="a running server's address: say what to change there")] = None,
+    api_key_file: Annotated[Path | None, typer.Option("--api-key-file", help="file holding the key, for --live")] = None,
+) -> None:
+    """Find the drafters, budget, chunk and page size that suit this machine and these prompts, and write them as a config."""
+    if live is not None:
+        from server.commands import tune_live
+
+        raise typer.Exit(tune_live.run(live, api_key_file))
+    from server.commands import tune as command
+
+    loads = [int(item) for item in concurrency.split(",") if item.strip().isdigit() and int(item) > 0]
+    if not loads:
+        raise typer.BadParameter("write a comma list of positive numbers, for example 1,4,16", param_hint="--concurrency")
+    raise typer.Exit(command.run(settings, prompts, n, max_tokens, temperature, seed, loads, repeats, minutes, out, plot))
+
+
 @app.command(name="eval")
 @takes(*ENGINE)
 def evaluate(

@@ -105,6 +105,11 @@ class KeptSpeculator:
         self._clock = clock
         self._saved = clock()
 
+    @property
+    def calibration(self) -> Calibration:
+        """What is known now; for reading."""
+        return self._calibration
+
     def budgets(self, views: Sequence[SequenceView], limits: Sequence[Limit], load: Load) -> list[Budget]:
         return self._inner.budgets(views, limits, load)
 

@@ -1,0 +1,215 @@
+"""`forespeak tune`: measure, record the workload once, predict every configuration, confirm the best, write one config.
+
+Orders the steps and prints; the work is in `server.tuning`.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from server.commands.common import chosen_prompts, requests_of, table_console
+from server.compose import load_parts, shipped_drafters
+from server.settings import Settings
+from server.tuning.config_file import config_text
+from server.tuning.plot import by_load_svg, by_load_text
+from server.tuning.predict import Choice
+from server.tuning.search import LoadPoint, Ranked, by_load, finalists, search, stops_paying
+from server.tuning.session import Session, known_calibration
+from spec.errors import ConfigError
+
+GOAL = 5.0  # percent of mean error between predicted and measured
+SEARCH_SHARE = 0.5  # of the time, by which searching ends
+
+
+@dataclass(frozen=True, slots=True)
+class Confirmed:
+    """One configuration at one load: tokens a second as predicted and as measured."""
+
+    choice: Choice
+    load: int
+    predicted: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        """Percent."""
+        return 100.0 * (self.predicted / self.measured - 1.0)
+
+
+def run(
+    settings: Settings,
+    prompts: Path | None,
+    n: int | None,
+    max_tokens: int,
+    temperature: float,
+    seed: int | None,
+    loads: Sequence[int],
+    repeats: int,
+    minutes: float,
+    out: Path,
+    plot: Path | None,
+) -> int:
+    """Print tables, write the config, print one JSON line; returns 0."""
+    began = time.monotonic()
+    chosen = chosen_prompts(None, prompts, n)
+    parts = load_parts(msgspec.structs.replace(settings, tree_shape=""))
+    drafters = _candidates(settings, parts.model.name)
+    requests = requests_of(parts, chosen, max_tokens, temperature, 0 if seed is None else seed)
+    session = Session(parts, requests, [p.category for p in chosen], loads, drafters, known_calibration(parts))
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("starting", total=None)
+
+        def note(text: str) -> None:
+            progress.update(task, description=text)
+
+        def tried(done: int, total: int) -> None:
+            progress.update(task, description="predicting", completed=done, total=total)
+
+        traces, recorder = session.record(note)
+        workload = session.workload(traces, session.measure(recorder, note))
+        names = [item.split(":")[0] for item in drafters.split(",")]
+        stop = began + 60.0 * minutes * SEARCH_SHARE
+        ranked = search(workload, names, session.usual, loads, tried, lambda: time.monotonic() > stop)
+        best = finalists(ranked, session.usual)
+        plain = next(r for r in ranked if not r.choice.drafters and _same_sizes(r.choice, session.usual))
+        rivals = [plain, *(r for r in best if r is not plain)]
+        progress.update(task, completed=0, total=None)
+        confirmed: list[Confirmed] = []
+        for load in loads:
+            rates = session.confirm([r.choice for r in rivals], load, repeats, note)
+            confirmed += [
+                Confirmed(r.choice, load, r.predictions[load].tokens_per_second, rate)
+                for r, rate in zip(rivals, rates, strict=True)
+            ]
+        winner = choose(rivals, confirmed, loads)
+        drafting = winner if winner.choice.drafters else next(r for r in ranked if r.choice.drafters)
+        note("predicting loads")
+        points = by_load(workload, drafting.choice)
+    seconds = time.monotonic() - began
+    text = config_text(
+        session.settings(winner.choice), _comments(winner, confirmed, chosen_count=len(chosen), max_tokens=max_tokens)
+    )
+    out.write_text(text, encoding="utf-8")
+    report = {
+        "choice": asdict(winner.choice),
+        "config": str(out),
+        "predictions": len(ranked),
+        "mean_error_percent": round(mean_error(confirmed), 2),
+        "mean_error_over_plain_percent": round(mean_error(over_plain(confirmed)), 2),
+        "stops_paying_at": stops_paying(points),
+        "confirmed": [asdict(c) | {"error_percent": round(c.error, 2)} for c in confirmed],
+        "by_load": [asdict(point) for point in points],
+        "prompts": len(chosen), "max_tokens": max_tokens, "seconds": round(seconds, 1), "argv": sys.argv[1:],
+    }  # fmt: skip
+    if plot is not None:
+        by_load_svg(points, name_of(drafting.choice), plot)
+    show(ranked, confirmed, points, drafting, report)
+    print(msgspec.json.encode(report).decode())
+    return 0
+
+
+def _candidates(settings: Settings, model_name: str) -> str:
+    """The drafters to choose from: those asked for, or all that are here."""
+    if settings.drafters == "none":
+        raise ConfigError("--drafters none leaves nothing to tune; leave it out, or name the drafters to choose from")
+    return settings.drafters if settings.drafters != "auto" else ",".join(["suffix", *shipped_drafters(model_name)])
+
+
+def _same_sizes(a: Choice, b: Choice) -> bool:
+    return (a.chunk_tokens, a.page_size) == (b.chunk_tokens, b.page_size)
+
+
+def choose(rivals: Sequence[Ranked], confirmed: Sequence[Confirmed], loads: Sequence[int]) -> Ranked:
+    """The fastest as measured, over all loads; the one predicted best among equals within one percent."""
+
+    def worth(entry: Ranked) -> float:
+        rates = [c.measured for c in confirmed if c.choice == entry.choice and c.load in loads]
+        return statistics.geometric_mean(rates)
+
+    top = max(worth(entry) for entry in rivals)
+    return max((entry for entry in rivals if worth(entry) >= 0.99 * top), key=lambda entry: entry.worth)
+
+
+def mean_error(confirmed: Sequence[Confirmed]) -> float:
+    """Mean size of the errors, in percent."""
+    return sum(abs(c.error) for c in confirmed) / len(confirmed) if confirmed else 0.0
+
+
+def over_plain(confirmed: Sequence[Confirmed]) -> list[Confirmed]:
+    """The same as ratios over plain decoding at the same load: a machine that became slower since the tables moves both."""
+    plain = {c.load: c for c in confirmed if not c.choice.drafters}
+    return [
+        Confirmed(c.choice, c.load, c.predicted / plain[c.load].predicted, c.measured / plain[c.load].measured)
+        for c in confirmed
+        if c.choice.drafters and c.load in plain
+    ]
+
+
+def _comments(winner: Ranked, confirmed: Sequence[Confirmed], chosen_count: int, max_tokens: int) -> list[str]:
+    lines = [f"Found by forespeak tune on {chosen_count} prompts with answers of at most {max_tokens} tokens."]
+    for c in confirmed:
+        if c.choice == winner.choice:
+            lines.append(f"{c.load} at once: {c.measured:.0f} tokens/s measured, {c.predicted:.0f} predicted.")
+    return lines
+
+
+def name_of(choice: Choice) -> str:
+    """One configuration in a few words."""
+    if not choice.drafters:
+        return "plain"
+    return f"{','.join(choice.drafters)} {choice.tree_shape or f'up to {choice.max_tree_nodes} nodes'}"
+
+
+def show(
+    ranked: Sequence[Ranked],
+    confirmed: Sequence[Confirmed],
+    points: Sequence[LoadPoint],
+    drafting: Ranked,
+    report: dict[str, Any],
+) -> None:
+    console = table_console()
+    loads = list(ranked[0].predictions)
+    table = Table(
+        "drafters", "chunk", "page", *(f"tokens/s, {load} at once" for load in loads), "acceptance length", "over plain",
+        title=f"the best of {len(ranked)} predicted",
+    )  # fmt: skip
+    for entry in ranked[:10]:
+        table.add_row(
+            name_of(entry.choice),
+            str(entry.choice.chunk_tokens),
+            str(entry.choice.page_size),
+            *(f"{entry.predictions[load].tokens_per_second:.0f}" for load in loads),
+            f"{entry.predictions[loads[0]].acceptance_length:.2f}",
+            f"{entry.worth:.3f}",
+        )
+    console.print(table)
+    table = Table("configuration", "chunk", "page", "at once", "predicted", "measured", "error", title="confirmed, tokens/s")
+    for c in confirmed:
+        table.add_row(
+            name_of(c.choice), str(c.choice.chunk_tokens), str(c.choice.page_size), str(c.load),
+            f"{c.predicted:.0f}", f"{c.measured:.0f}", f"{c.error:+.1f} %",
+        )  # fmt: skip
+    console.print(table)
+    console.print(
+        f"mean error {report['mean_error_percent']:.1f} % (goal {GOAL:g} %), "
+        f"{report['mean_error_over_plain_percent']:.1f} % of the ratios over plain",
+        highlight=False,
+    )
+    console.print(by_load_text(points, name_of(drafting.choice)), highlight=False, markup=False)
+    end = report["stops_paying_at"]
+    console.print(
+        "speculation pays at every load tried" if end is None else f"speculation stops paying at {end} at once", highlight=False
+    )
+    console.print(f"written: {report['config']}; use it with: forespeak serve --config {report['config']}", highlight=False)

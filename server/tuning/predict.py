@@ -1,0 +1,278 @@
+"""Answers a workload on a simulated clock. Pure: traces and tables in, tokens and milliseconds out.
+
+The speculator is the real one, fed with recorded offers and with milliseconds from the tables; the scheduler is the engine's in
+small: prompts in chunks beside the running answers, a fixed number of conversations at once. Because text does not depend on
+drafts, what a tree would have had accepted is read off the recorded answer.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from server.tuning.traces import Machine, Trace, depths_of, kept
+from spec.drafter import UNKNOWN, Budget, Outcome
+from spec.request import SamplingParams, SpeculationPolicy
+from spec.speculator import Limit, Load, Speculator, StepRecord
+from spec.tree import EMPTY_TREE, NOTHING, DraftTree, Proposal
+
+MAX_PREFILLING = 4  # prompts that share a step's chunk
+_HOPES = 3  # ranks whose mean chance stands for the children of a node
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One configuration: what tuning chooses between. Field names are those of the settings."""
+
+    drafters: tuple[str, ...] = ()
+    max_tree_nodes: int = 16
+    tree_shape: str = ""
+    page_size: int = 16
+    chunk_tokens: int = 256
+
+
+@dataclass(slots=True)
+class Prediction:
+    """Figures of one simulated run. Times are milliseconds."""
+
+    tokens: int = 0
+    total_ms: float = 0.0
+    pass_ms: float = 0.0
+    draft_ms: float = 0.0
+    steps: int = 0  # that decoded
+    step_tokens: int = 0  # tokens those steps brought
+    drafted: int = 0
+    accepted: int = 0
+    ttft_ms: list[float] = field(default_factory=list)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return 1e3 * self.tokens / self.total_ms if self.total_ms else 0.0
+
+    @property
+    def acceptance_length(self) -> float:
+        """Mean tokens a sequence gets from a pass."""
+        return self.step_tokens / self.steps if self.steps else 0.0
+
+
+@dataclass(slots=True)
+class View:
+    """A SequenceView of which only the length is real."""
+
+    seq_id: int
+    trace: Trace
+    sampling: SamplingParams
+    policy: SpeculationPolicy
+    tenant: str = ""
+    num_kv: int = 0
+    said: int = 0  # tokens of the answer
+    submitted: float = 0.0
+
+    @property
+    def token_ids(self) -> list[int]:
+        return []
+
+    @property
+    def page_ids(self) -> list[int]:
+        return []
+
+    @property
+    def prompt_len(self) -> int:
+        return self.trace.prompt_tokens
+
+    @property
+    def grammar(self) -> None:
+        return None
+
+
+def predict(
+    traces: Sequence[Trace],
+    machine: Machine,
+    choice: Choice,
+    concurrency: int,
+    speculator: Callable[[], Speculator],
+    temperature: float = 0.0,
+) -> Prediction:
+    """The workload in the order given, `concurrency` conversations at once, a new one when one ends."""
+    run = _Run(machine, choice, speculator() if choice.drafters else None)
+    sampling, policy = SamplingParams(max_tokens=1 << 30, temperature=temperature), SpeculationPolicy()
+    waiting = deque(View(i, trace, sampling, policy) for i, trace in enumerate(traces) if trace.answer)
+    while waiting or run.views:
+        while waiting and len(run.views) < concurrency:
+            view = waiting.popleft()
+            view.submitted = run.result.total_ms
+            run.views.append(view)
+        run.step()
+    return run.result
+
+
+class _Run:
+    def __init__(self, machine: Machine, choice: Choice, speculator: Speculator | None) -> None:
+        self.machine = machine
+        self.choice = choice
+        self.speculator = speculator
+        self.overhead = machine.drafting_overhead if speculator is not None else machine.overhead
+        self.factor = machine.pages.get(choice.page_size, 1.0)
+        self.views: list[View] = []
+        self.result = Prediction()
+
+    def step(self) -> None:
+        result, machine = self.result, self.machine
+        decoding = [view for view in self.views if view.said]
+        chunks = self._chunks()
+        prompt_tokens = sum(tokens for _, tokens in chunks)
+        prompt_context = sum(view.num_kv * tokens for view, tokens in chunks) / prompt_tokens if prompt_tokens else 0.0
+        load = Load(prompt_tokens, len(decoding) + len(chunks), sum(v.num_kv for v in [*decoding, *(v for v, _ in chunks)]))
+        trees, draft_ms, each = self._draft(decoding, load)
+        rows = len(decoding) + sum(len(tree) for tree in trees)
+        context = sum(view.num_kv for view in decoding)
+        target = self.factor * machine.pass_ms(rows, context, max(1, len(decoding)), prompt_tokens, prompt_context)
+        total = target + draft_ms + self.overhead.at(max(1, load.sequences))
+        result.total_ms += total
+        result.pass_ms += target
+        result.draft_ms += draft_ms
+        paths = [accepted_path(tree, view.trace.answer[view.said :]) for view, tree in zip(decoding, trees, strict=True)]
+        for view, tree, path in zip(decoding, trees, paths, strict=True):
+            brought = min(len(path) + 1, len(view.trace.answer) - view.said)
+            view.said += brought
+            view.num_kv += brought
+            result.steps += 1
+            result.step_tokens += brought
+            result.tokens += brought
+            result.drafted += len(tree)
+            result.accepted += min(len(path), brought)
+        for view, tokens in chunks:
+            view.num_kv += tokens
+            if view.num_kv >= view.trace.prompt_tokens:
+                view.said = 1
+                result.tokens += 1
+                result.ttft_ms.append(result.total_ms - view.submitted)
+        if self.speculator is not None and decoding:
+            outcomes = [
+                Outcome(view, tree, path, 0, 0, 1 + len(tree), view.said >= len(view.trace.answer))
+                for view, tree, path in zip(decoding, trees, paths, strict=True)
+            ]
+            self.speculator.record(StepRecord(rows + prompt_tokens, load, outcomes, each, target, total))
+        self.views = [view for view in self.views if view.said < len(view.trace.answer)]
+
+    def _chunks(self) -> list[tuple[View, int]]:
+        """The oldest prompt has at least half of the chunk, the shortest of the others the rest; what they leave is its own."""
+        prompts = [view for view in self.views if not view.said][:MAX_PREFILLING]
+        if not prompts:
+            return []
+        left = self.choice.chunk_tokens
+        oldest, others = prompts[0], sorted(prompts[1:], key=_missing)
+        first = min(_missing(oldest), max(1, left // 2) if others else left)
+        left -= first
+        granted: list[tuple[View, int]] = []
+        for view in others:
+            tokens = min(left, _missing(view))
+            left -= tokens
+            if tokens:
+                granted.append((view, tokens))
+        return [(oldest, min(_missing(oldest), first + left)), *granted]
+
+    def _draft(self, views: Sequence[View], load: Load) -> tuple[list[DraftTree], float, dict[str, float]]:
+        """Trees as the speculator makes them of the recorded offers, drafting milliseconds in all and by drafter."""
+        nothing: list[DraftTree] = [EMPTY_TREE] * len(views)
+        if self.speculator is None or not views:
+            return nothing, 0.0, {}
+        most = self.choice.max_tree_nodes
+        limits = []
+        for view in views:
+            left = len(view.trace.answer) - view.said - 1
+            limits.append(Limit(most if left > 0 else 0, max(0, min(left, most))))
+        budgets = self.speculator.budgets(views, limits, load)
+        if not any(budget.max_nodes for budget in budgets):
+            return nothing, 0.0, {}
+        proposals: dict[str, list[Proposal]] = {}
+        each: dict[str, float] = {}
+        for name in self.choice.drafters:
+            offers, ms = offered(name, views, budgets, self.machine)
+            if ms is not None:
+                each[name] = ms
+                if any(offer.token_ids for offer in offers):
+                    proposals[name] = offers
+        trees = self.speculator.admit(views, budgets, proposals) if proposals else nothing
+        return trees, sum(each.values()), each
+
+
+def _missing(view: View) -> int:
+    return view.trace.prompt_tokens - view.num_kv
+
+
+def offered(
+    name: str, views: Sequence[View], budgets: Sequence[Budget], machine: Machine
+) -> tuple[list[Proposal], float | None]:
+    """What a drafter would offer under these budgets, of all it can offer, and its milliseconds (None = it is not asked).
+
+    Level by level: one more pass is made as long as the tokens it is expected to bring are worth its milliseconds, all
+    sequences together. That is how drafters that run passes decide; for one that looks things up a level costs nothing.
+    """
+    asked = [i for i, budget in enumerate(budgets) if budget.wants(name)]
+    if not asked:
+        return [NOTHING] * len(views), None
+    cost = machine.drafts[name]
+    offers = {i: _priced(name, views[i].trace.offers[views[i].said - 1].get(name, NOTHING), budgets[i]) for i in asked}
+    deepest = max((max(depths, default=0) for _, depths, _ in offers.values()), default=0)
+    depth, spent = 0, cost.ms(0, len(asked))
+    while depth < deepest:
+        ms = cost.ms(depth + 1, len(asked))
+        gain = sum(_hope(name, budgets[i], offers[i], depth) for i in asked)
+        if gain <= budgets[asked[0]].pass_price(max(0.0, ms - spent)):
+            break
+        depth, spent = depth + 1, max(ms, spent)
+    result = [NOTHING] * len(views)
+    for i in asked:
+        proposal, depths, paths = offers[i]
+        best = sorted((d > depth, -path, n) for n, (d, path) in enumerate(zip(depths, paths, strict=True)))
+        chosen = {n for deep, _, n in best[: budgets[i].max_nodes] if not deep}
+        if chosen:
+            result[i] = kept(proposal, [n in chosen for n in range(len(depths))])
+    return result, spent
+
+
+Priced = tuple[Proposal, list[int], list[float]]  # a proposal, its nodes' depths, their path chances
+
+
+def _priced(name: str, proposal: Proposal, budget: Budget) -> Priced:
+    """The nodes within the depth whose path chance is worth the price."""
+    depths = depths_of(proposal)
+    paths: list[float] = []
+    keep: list[bool] = []
+    for depth, parent, rank, confidence in zip(depths, proposal.parents, proposal.ranks, proposal.confidence, strict=True):
+        above = 1.0 if parent < 0 else paths[parent]
+        path = above * min(1.0, budget.chance(name, depth, rank, confidence)) if depth <= budget.max_depth else 0.0
+        paths.append(path)
+        keep.append(path > 0.0 and path >= budget.price and (parent < 0 or keep[parent]))
+    if all(keep):
+        return proposal, depths, paths
+    marks = list(zip(depths, paths, keep, strict=True))
+    return kept(proposal, keep), [d for d, _, k in marks if k], [p for _, p, k in marks if k]
+
+
+def _hope(name: str, budget: Budget, offer: Priced, depth: int) -> float:
+    """Tokens expected, net of price, of one more level below `depth`, before its scores are known."""
+    if depth + 1 > budget.max_depth:
+        return 0.0
+    _, depths, paths = offer
+    above = [1.0] if depth == 0 else [path for d, path in zip(depths, paths, strict=True) if d == depth]
+    gain = 0.0
+    for rank in range(_HOPES):
+        hope = budget.chance(name, depth + 1, rank, UNKNOWN)
+        gain += sum(max(0.0, path * hope - budget.price) for path in above)
+    return gain
+
+
+def accepted_path(tree: DraftTree, truth: Sequence[int]) -> tuple[int, ...]:
+    """The nodes that the recorded answer goes through, root side first."""
+    path: list[int] = []
+    at = -1
+    for wanted in truth:
+        found = next((n for n in range(at + 1, len(tree)) if tree.parents[n] == at and tree.token_ids[n] == wanted), None)
+        if found is None:
+            break
+        path.append(found)
+        at = found
+    return tuple(path)

@@ -1,0 +1,147 @@
+"""Answers the workload and writes down what the drafters offer at every position and what every step cost.
+
+Knows engines and their statistics; refuses to know how the figures are used. Nothing that is offered is verified, so a recording
+takes as many steps as plain decoding, and every drafter is asked at every position of the answer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from server.local import Completion, run_requests
+from server.tuning.traces import Trace, depths_of
+from spec.calibration import Calibration
+from spec.drafter import Budget, SequenceView
+from spec.engine import Engine
+from spec.request import Request
+from spec.speculator import Limit, Load, StepRecord
+from spec.tree import EMPTY_TREE, NOTHING, DraftTree, Proposal
+
+PRICE = 0.01  # nodes less likely than this are not worth writing down
+UNLIMITED = (16,)
+
+
+def _free(_: float) -> float:
+    return 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSample:
+    """One step's drafting: the depth reached by drafter, and milliseconds by drafter."""
+
+    sequences: int
+    depths: Mapping[str, int]
+    ms: Mapping[str, float]
+
+
+class Recorder:
+    """A Speculator that asks for everything and verifies nothing. `caps`: depths allowed, one after the other, step by step."""
+
+    def __init__(self, calibration: Calibration, caps: Sequence[int] = UNLIMITED) -> None:
+        self.offers: dict[tuple[int, int], dict[str, Proposal]] = {}  # by sequence and tokens of its answer so far
+        self.samples: list[DraftSample] = []
+        self.steps: list[StepRecord] = []
+        self._calibration = calibration
+        self._caps = caps
+        self._at = 0
+        self._depths: dict[str, int] = {}
+
+    def budgets(self, views: Sequence[SequenceView], limits: Sequence[Limit], load: Load) -> list[Budget]:
+        self._at += 1
+        self._depths = {}
+        cap = self._caps[self._at % len(self._caps)]
+        found = []
+        for view, limit in zip(views, limits, strict=True):
+            greedy = view.sampling.temperature == 0.0
+
+            def chance(drafter: str, depth: int, rank: int, confidence: float, greedy: bool = greedy) -> float:
+                return self._calibration.chance(drafter, depth, rank, confidence, greedy=greedy) if depth <= cap else 0.0
+
+            found.append(Budget(limit.max_nodes, min(limit.max_depth, cap), PRICE, _free, chance))
+        return found
+
+    def admit(
+        self, views: Sequence[SequenceView], budgets: Sequence[Budget], proposals: Mapping[str, Sequence[Proposal]]
+    ) -> list[DraftTree]:
+        for i, view in enumerate(views):
+            offers = {name: per_view[i] for name, per_view in proposals.items() if per_view[i] is not NOTHING}
+            self.offers[view.seq_id, len(view.token_ids) - view.prompt_len] = offers
+            for name, proposal in offers.items():
+                self._depths[name] = max(self._depths.get(name, 0), *depths_of(proposal), 0)
+        return [EMPTY_TREE] * len(views)
+
+    def record(self, step: StepRecord) -> None:
+        if step.load.prefill_tokens or not step.outcomes:
+            return
+        self.steps.append(step)
+        depths = {name: self._depths.get(name, 0) for name in step.draft_ms}
+        self.samples.append(DraftSample(len(step.outcomes), depths, dict(step.draft_ms)))
+
+    def traces(self, completions: Sequence[Completion], categories: Sequence[str]) -> list[Trace]:
+        """The recorded workload, in the order of its requests."""
+        found = []
+        for completion, category in zip(completions, categories, strict=True):
+            said = completion.token_ids
+            offers = tuple(self.offers.get((completion.request.id, i + 1), {}) for i in range(len(said)))
+            found.append(Trace(len(completion.request.prompt_ids), tuple(said), offers, category))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """One step of decoding rows only: seconds by where they went. `other` is all that is neither pass nor drafting."""
+
+    sequences: int
+    verify: float
+    drafters: float
+    other: float
+
+
+@dataclass(slots=True)
+class Metered:
+    """A run with its step costs. `seconds`: from the first submission to the last token."""
+
+    completions: list[Completion] = field(default_factory=list)
+    costs: list[StepCost] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(len(c.token_ids) for c in self.completions) / self.seconds if self.seconds else 0.0
+
+
+def metered(
+    engine: Engine, requests: Sequence[Request], concurrency: int, on_finish: Callable[[Completion], None] | None = None
+) -> Metered:
+    """Run the requests and say where every decoding step's time went."""
+    found = Metered()
+    before: list[dict[str, Any]] = []
+    started = [0.0]
+
+    def read(_: int) -> None:
+        now = time.perf_counter()
+        after = engine.stats()
+        if before:
+            cost = _difference(before.pop(), after, now - started[0])
+            if cost is not None:
+                found.costs.append(cost)
+        before.append(after)
+        started[0] = time.perf_counter()
+
+    found.completions = run_requests(engine, requests, concurrency, on_finish, read)
+    answered = [c for c in found.completions if c.token_times]
+    if answered:
+        found.seconds = max(c.token_times[-1] for c in answered) - min(c.submitted for c in answered)
+    return found
+
+
+def _difference(before: Mapping[str, Any], after: Mapping[str, Any], wall: float) -> StepCost | None:
+    rows = after["row_steps"] - before["row_steps"]
+    if not rows or after["prompt_tokens"] != before["prompt_tokens"] or rows < after["num_requests_running"]:
+        return None  # a step with prompt tokens in it
+    verify = after["phase_seconds"]["verify"] - before["phase_seconds"]["verify"]
+    drafters = sum(after["drafter_seconds"].values()) - sum(before["drafter_seconds"].values())
+    return StepCost(rows, verify, drafters, max(0.0, wall - verify - drafters))

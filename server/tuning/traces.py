@@ -1,0 +1,101 @@
+"""What is known of a workload and of a machine, as plain data: the input of `predict`. Refuses to know how any of it was measured."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from spec.cost_table import CostTable
+from spec.tree import Proposal
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """One request as it was answered once. `offers[i]`: what each drafter offered when the answer had i + 1 tokens.
+
+    Drafts never change an answer, so the same trace tells what any other set of drafts would have come to.
+    """
+
+    prompt_tokens: int
+    answer: tuple[int, ...]
+    offers: tuple[Mapping[str, Proposal], ...]
+    category: str = "all"
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """A piecewise-linear curve through (x, y), flat before the first x and on with the last slope (never falling) after the last."""
+
+    points: tuple[tuple[float, float], ...]
+
+    def at(self, x: float) -> float:
+        points = self.points
+        if len(points) == 1 or x <= points[0][0]:
+            return points[0][1]
+        i = min(max(bisect_right(points, (x, float("inf"))), 1), len(points) - 1)
+        (left, low), (right, high) = points[i - 1], points[i]
+        slope = (high - low) / (right - left)
+        return low + (max(0.0, slope) if x > right else slope) * (x - left)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftCost:
+    """Milliseconds of a drafter that is asked in a step, by the depth it drafts to (0 = it looked and found nothing), for one
+    sequence; and what each further sequence adds, as a share."""
+
+    by_depth: Curve
+    per_sequence: float = 1.0
+
+    def ms(self, depth: int, sequences: int) -> float:
+        return self.by_depth.at(depth) * (1.0 + self.per_sequence * (sequences - 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Every cost of a step, in milliseconds.
+
+    `decode`: T(rows, context, sequences) of scored rows. `chunk`: a pass over so many prompt tokens, of which the last is scored.
+    `chunk_per_key`: what a committed key adds to a prompt token. `overhead`: what else a step costs, by sequences;
+    `drafting_overhead`: the same where drafts are weighed, without the drafters' own time. `pages`: the factor on passes by page size.
+    """
+
+    decode: CostTable
+    chunk: Curve
+    overhead: Curve
+    drafting_overhead: Curve
+    drafts: Mapping[str, DraftCost] = field(default_factory=dict)
+    pages: Mapping[int, float] = field(default_factory=dict)
+    chunk_per_key: float = 0.0
+
+    def pass_ms(self, rows: int, context: int, sequences: int, prompt_tokens: int, prompt_context: float) -> float:
+        """One pass over `rows` scored rows and `prompt_tokens` tokens of chunks whose keys so far are `prompt_context` on average."""
+        if not prompt_tokens:
+            return self.decode.pass_ms(rows, context, sequences)
+        ms = self.chunk.at(prompt_tokens) + self.chunk_per_key * prompt_tokens * prompt_context
+        if rows:  # the weights are read once: scored rows beside a chunk cost what they add
+            ms += self.decode.pass_ms(rows + 1, context, sequences) - self.decode.pass_ms(1, 0, 1)
+        return ms
+
+
+def depths_of(proposal: Proposal) -> list[int]:
+    """Depth of every node, 1 = below the root."""
+    depths: list[int] = []
+    for parent in proposal.parents:
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+    return depths
+
+
+def kept(proposal: Proposal, keep: Sequence[bool]) -> Proposal:
+    """The nodes marked, parents renumbered. A node whose parent goes must not be marked."""
+    place: dict[int, int] = {}
+    for i, wanted in enumerate(keep):
+        if wanted:
+            place[i] = len(place)
+    parents = proposal.parents
+    return Proposal(
+        token_ids=tuple(proposal.token_ids[i] for i in place),
+        parents=tuple(-1 if parents[i] < 0 else place[parents[i]] for i in place),
+        confidence=tuple(proposal.confidence[i] for i in place),
+        ranks=tuple(proposal.ranks[i] for i in place),
+    )
