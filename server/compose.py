@@ -30,6 +30,7 @@ from kernels.decoder.reference import ReferenceDecoder
 from kernels.kv_slots import reference as slots_reference
 from kernels.sample import reference as sample_reference
 from kernels.top_shares import reference as top_shares_reference
+from server.gpu_memory import kv_bytes, largest_step, step_bytes
 from server.models import resolve
 from server.settings import Settings
 from server.tokenizer import Tokenizer, load_tokenizer
@@ -210,6 +211,16 @@ def kv_bytes_per_token(shape: DecoderShape, dtype: torch.dtype) -> int:
     return 2 * shape.layers * shape.kv_heads * shape.head_dim * dtype.itemsize
 
 
+def _kv_memory(settings: Settings, shape: DecoderShape) -> int:
+    """What was asked for in bytes, or what a share of the GPU leaves beside weights and the largest step."""
+    if not settings.gpu_memory:
+        return settings.kv_memory
+    if settings.device != "cuda":
+        raise ConfigError(f"--gpu-memory is for --device cuda; on {settings.device} give --kv-memory")
+    step = largest_step(settings.chunk_tokens, settings.max_sequences, settings.max_tree_nodes)
+    return kv_bytes(settings.gpu_memory, step_bytes(shape, step), torch.cuda.mem_get_info)
+
+
 def make_engine(
     parts: Parts,
     drafters: str | None = None,
@@ -221,10 +232,11 @@ def make_engine(
     chosen = settings.drafters if drafters is None else drafters
     plan = registry.plan(chosen, _drafting_target(parts))
     per_token = kv_bytes_per_token(shape, parts.kv_dtype) + sum(kv_bytes_per_token(s, parts.kv_dtype) for s in plan.shapes)
-    num_pages = settings.kv_memory // (per_token * settings.page_size)
+    kv_memory = _kv_memory(settings, shape)
+    num_pages = kv_memory // (per_token * settings.page_size)
     if num_pages < 2:
         raise ConfigError(
-            f"kv_memory of {settings.kv_memory} bytes holds {num_pages} pages of {settings.page_size} tokens "
+            f"kv_memory of {kv_memory} bytes holds {num_pages} pages of {settings.page_size} tokens "
             f"({per_token} bytes a token); give at least {2 * per_token * settings.page_size} bytes with --kv-memory"
         )
     context = min(parts.model.context, num_pages * settings.page_size)

@@ -43,6 +43,9 @@ _FLAGS: dict[str, Any] = {
     "quantise": _flag(str, "q8 or q4: make 8 or 4-bit weights of a 16-bit checkpoint"),
     "threads": _flag(int, "compute threads, 0 = one per core"),
     "kv_memory": _flag(str, "memory of the KV cache, for example 2GiB"),
+    "kv_type": _flag(str, "keys and values as auto, bfloat16, float32 or float8 (not with the native kernels)"),
+    "gpu_memory": _flag(float, "share of a GPU that everything may take, for example 0.9; sizes the KV cache"),
+    "deterministic": _flag(bool, "on a GPU: the same bits in every batch, slower; on the CPU always so"),
     "page_size": _flag(int, "tokens in a KV page"),
     "context": _flag(str, "longest conversation in tokens, for example 8k"),
     "max_sequences": _flag(int, "conversations answered at once"),
@@ -60,8 +63,8 @@ CONFIG = Annotated[
 
 # What every command that runs an engine takes, and what only a server does.
 ENGINE = (
-    "model", "device", "backend", "weights", "quantise", "threads", "kv_memory", "context", "page_size", "chunk_tokens",
-    "drafters", "max_tree_nodes", "tree_shape", "cache_dir",
+    "model", "device", "backend", "weights", "quantise", "threads", "kv_memory", "kv_type", "gpu_memory", "deterministic",
+    "context", "page_size", "chunk_tokens", "drafters", "max_tree_nodes", "tree_shape", "cache_dir",
 )  # fmt: skip
 SERVER = (
     "host", "port", "api_key_file", "allowed_origins", "drain_seconds", "metrics_prefix", "log_json", "log_prompts",

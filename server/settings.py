@@ -52,6 +52,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     deterministic: bool = False  # on a GPU: kernels whose bits do not depend on the batch, slower; on the CPU they never do
     threads: int = 0  # 0 = one per core
     kv_memory: int = 2**30  # bytes, target and drafters together
+    gpu_memory: float = 0.0  # share of a GPU that everything may take, which then sizes the KV cache; 0 = kv_memory counts
     page_size: int = 16
     context: int = 0  # 0 = the model's own, as far as kv_memory allows
     max_sequences: int = 64
@@ -106,8 +107,15 @@ def load_settings(config: Path | None, overrides: dict[str, Any]) -> Settings:
 
 def _check(settings: Settings) -> None:
     low: dict[str, float] = {"port": 0, "threads": 0, "kv_memory": 1, "page_size": 1, "context": 0, "max_sequences": 1}
-    low |= {"chunk_tokens": 1, "max_tree_nodes": 0, "drain_seconds": 0, "seed": 0}
-    high: dict[str, float] = {"port": 65535, "page_size": 256, "max_sequences": 4096, "max_tree_nodes": 63, "threads": 1024}
+    low |= {"chunk_tokens": 1, "gpu_memory": 0, "max_tree_nodes": 0, "drain_seconds": 0, "seed": 0}
+    high: dict[str, float] = {
+        "port": 65535,
+        "page_size": 256,
+        "max_sequences": 4096,
+        "max_tree_nodes": 63,
+        "threads": 1024,
+        "gpu_memory": 1,
+    }
     for name, least in low.items():
         value = getattr(settings, name)
         if value < least or value > high.get(name, value):
