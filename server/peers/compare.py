@@ -25,7 +25,7 @@ CONTEXT = 2304  # of one stream, at the peers: the longest prompt measured and t
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What to measure. `root` holds the peers' environments, `tokens` bounds an answer."""
+    """What to measure. `root` holds the peers' environments, `max_tokens` bounds an answer of one stream."""
 
     peers: tuple[Peer, ...]
     root: Path
@@ -33,6 +33,8 @@ class Order:
     repeats: int
     streams: int
     threads: int
+    lengths: tuple[int, ...] = PREFILL_LENGTHS
+    stream_tokens: int = STREAM_TOKENS
 
 
 @dataclass
@@ -80,7 +82,7 @@ def compare(order: Order, parts: Parts, prompts: Sequence[Sequence[int]], progre
         _one_stream(order, players, prompts, tokens, findings, progress)
         for name, found in findings.single.items():
             findings.sanity[name] = measure.sanity(found, reference, tokens, parts.model.shape.vocab_size)
-        _prefill(players, prompts, findings, progress)
+        _prefill(order, players, prompts, findings, progress)
         findings.unavailable |= players.failed
         company.close(lambda arm: not (arm.many and arm.shared))
         players = measure.Field([*ours, *company.load(lambda arm: arm.many, order.streams)])
@@ -161,17 +163,17 @@ def _one_stream(
     findings.single = measure.one_stream(players, prompts, tokens, order.repeats, every, tick)
 
 
-def _prefill(players: measure.Field, prompts: Any, findings: Findings, progress: Progress) -> None:
+def _prefill(order: Order, players: measure.Field, prompts: Any, findings: Findings, progress: Progress) -> None:
     """Only settings that do not speculate: drafting has no part in reading a prompt."""
     plain = measure.Field([who for who in players.contestants if not findings.speculates[who.name]], players.failed)
     repeats = 3
-    task = progress.add_task("prompt processing", total=len(plain.contestants) * repeats * len(PREFILL_LENGTHS))
+    task = progress.add_task("prompt processing", total=len(plain.contestants) * repeats * len(order.lengths))
 
     def tick(name: str) -> None:
         progress.update(task, advance=1, description=f"prompt processing: {name}")
 
     text = [token for prompt in prompts for token in prompt]
-    findings.prefill = measure.prompt_processing(plain, text, PREFILL_LENGTHS, repeats, tick)
+    findings.prefill = measure.prompt_processing(plain, text, order.lengths, repeats, tick)
 
 
 def _many(order: Order, players: measure.Field, prompts: Any, findings: Findings, progress: Progress) -> None:
@@ -181,4 +183,4 @@ def _many(order: Order, players: measure.Field, prompts: Any, findings: Findings
     def tick(name: str) -> None:
         progress.update(task, advance=1, description=f"{order.streams} streams: {name}")
 
-    findings.many = measure.many_streams(players, prompts, order.streams, STREAM_TOKENS, repeats, tick)
+    findings.many = measure.many_streams(players, prompts, order.streams, order.stream_tokens, repeats, tick)

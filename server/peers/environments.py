@@ -29,9 +29,8 @@ def prepare(peer: Peer, root: Path, on_line: Callable[[str], None] = lambda line
         return python
     home.mkdir(parents=True, exist_ok=True)
     stamp.unlink(missing_ok=True)
-    pip = [str(python), "-m", "pip", "--disable-pip-version-check"]
-    make = [sys.executable, "-m", "venv", "--clear", *([] if peer.requirements else ["--without-pip"]), str(home / "venv")]
-    commands = [make]
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(python)]
+    commands = [[sys.executable, "-m", "venv", "--clear", "--without-pip", str(home / "venv")]]
     if peer.requirements:
         commands.append([*pip, "install", "--progress-bar", "off", *peer.requirements])
     if peer.dropped:

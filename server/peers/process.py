@@ -35,6 +35,10 @@ class PeerProcess:
             )
         self._rest = b""
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
         """Send one request and wait for its reply. Raises PeerUnavailable when it fails, dies or takes longer than `seconds`."""
         assert self._process.stdin is not None

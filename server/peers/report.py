@@ -19,9 +19,15 @@ GOALS = {
 OURS = (OUR_PLAIN, OUR_AUTO)
 
 
+def _lengths(findings: Findings) -> list[int]:
+    """Prompt lengths that were measured."""
+    return sorted({length for by_length in findings.prefill.values() for length in by_length})
+
+
 def table(findings: Findings, streams: int) -> Table:
     """A row per contestant: figures, and how many times each our own are."""
-    columns = ("", "tokens/s", "ours plain x", "ours auto x", *(f"prompt {n}/s" for n in PREFILL_LENGTHS), "ours x")
+    lengths = _lengths(findings)
+    columns = ("", "tokens/s", "ours plain x", "ours auto x", *(f"prompt {n}/s" for n in lengths), "ours x")
     out = Table(*columns, f"{streams} streams/s", "ours auto x", "agrees for", "sane", title="ours and the peers")
     plain, auto = findings.single[OUR_PLAIN], findings.single[OUR_AUTO]
     for name in dict.fromkeys((*findings.single, *findings.many)):
@@ -29,8 +35,8 @@ def table(findings: Findings, streams: int) -> Table:
         row = [name]
         has = single is not None and bool(single.answers)
         row += [f"{single.rate():.0f}", f"{plain.over(single):.2f}", f"{auto.over(single):.2f}"] if single and has else [""] * 3
-        row += [f"{prefill[n]:.0f}" if n in prefill else "" for n in PREFILL_LENGTHS]
-        row.append(" ".join(f"{findings.prefill[OUR_PLAIN][n] / prefill[n]:.2f}" for n in PREFILL_LENGTHS if n in prefill))
+        row += [f"{prefill[n]:.0f}" if n in prefill else "" for n in lengths]
+        row.append(" ".join(f"{findings.prefill[OUR_PLAIN][n] / prefill[n]:.2f}" for n in lengths if n in prefill))
         row += [f"{many:.0f}", f"{_median(findings.many.get(OUR_AUTO)) / many:.2f}"] if many else [""] * 2
         sane = findings.sanity.get(name)
         row += [f"{sane.agreed:.0f} tokens", "yes" if sane.sane else "NO"] if sane and has else [""] * 2
@@ -48,7 +54,7 @@ def ratios(findings: Findings) -> dict[str, float]:
         if plains:
             found["one_stream_plain"] = min(plain.over(s) for s in plains)
         found["one_stream_auto"] = min(auto.over(s) for s in rivals.values())
-    for length in PREFILL_LENGTHS:
+    for length in _lengths(findings):
         theirs = [by[length] for n, by in findings.prefill.items() if n not in OURS and length in by]
         mine = findings.prefill.get(OUR_PLAIN, {}).get(length)
         if theirs and mine:
