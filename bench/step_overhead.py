@@ -57,6 +57,7 @@ class FixedChain:
     """Drafts `depth` times token 1, of which the idle decoder accepts all."""
 
     name = "chain"
+    watches = True
 
     def __init__(self, depth: int) -> None:
         ones, floats = (1,) * depth, (0.5,) * depth
@@ -65,6 +66,9 @@ class FixedChain:
 
     def open(self, view: SequenceView) -> None: ...
     def close(self, seq_id: int) -> None: ...
+    def rests(self, views: Sequence[SequenceView]) -> bool:
+        return False
+
     def observe(self, outcomes: Sequence[Outcome], hidden: torch.Tensor) -> None: ...
     def record(self, step: StepRecord) -> None: ...
 

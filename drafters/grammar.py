@@ -18,6 +18,7 @@ class GrammarDrafter:
     """One chain of forced tokens under the root, confidence 1. Stateless: the state is the sequence's own."""
 
     name = "grammar"
+    watches = False
 
     def open(self, view: SequenceView) -> None:
         pass

@@ -43,6 +43,8 @@ class _Growing:
 class HeadsDrafter:
     """The `Drafter` protocol over any HeadModel."""
 
+    watches = True
+
     def __init__(
         self,
         model: HeadModel,

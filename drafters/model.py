@@ -68,6 +68,8 @@ class _Span:
 class ModelDrafter:
     """The `Drafter` protocol over any decoder whose scores name the target's tokens."""
 
+    watches = True
+
     def __init__(
         self,
         name: str,

@@ -12,6 +12,7 @@ from spec.tree import NOTHING, Proposal
 
 class NothingDrafter:
     name = "nothing"
+    watches = False
 
     def open(self, view: SequenceView) -> None:
         pass

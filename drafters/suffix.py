@@ -41,6 +41,8 @@ class _Tracked:
 class SuffixDrafter:
     """Costs a few microseconds a step and about one microsecond a token of history, paid when it first drafts."""
 
+    watches = False
+
     def __init__(
         self,
         name: str = "suffix",
@@ -94,19 +96,30 @@ class SuffixDrafter:
             index = tracked.index = SuffixIndex()
         if len(index) < len(tokens):
             index.extend(tokens[len(index) :])
-        branches = self._branches(index, tracked.tenant)
+        shortest = _shortest(self.name, budget)
+        if shortest is None:
+            return NOTHING
+        branches = self._branches(index, tracked.tenant, shortest)
         return _expand(self.name, branches, budget) if branches else NOTHING
 
-    def _branches(self, index: SuffixIndex, tenant: str) -> list[Branch]:
+    def _branches(self, index: SuffixIndex, tenant: str, shortest: int) -> list[Branch]:
         tail, limit = index.tokens[-LONGEST:], self._candidates
-        found = [(index.tokens, at, length, _weight(length)) for at, length in index.matches(tail, limit)]
+        found = [(index.tokens, at, length, _weight(length)) for at, length in index.matches(tail, limit, shortest)]
         texts = self._answers.get(tenant)
         if texts is not None:
             for other in (texts.newer, texts.older):
                 if len(other):
-                    hits = other.matches(tail, limit)
+                    hits = other.matches(tail, limit, shortest)
                     found += [(other.tokens, at, length, 0.5 * _weight(length)) for at, length in hits]
         return found
+
+
+def _shortest(name: str, budget: Budget) -> int | None:
+    """The shortest match whose continuation could be worth a node; shorter ones are not looked for. None: no match could."""
+    for length in (1, 2, 3, 4, 6, 8, 12, LONGEST):
+        if budget.chance(name, 1, 0, _confidence(length, 1.0)) >= budget.price:
+            return length
+    return None
 
 
 def _weight(length: int) -> float:

@@ -68,10 +68,11 @@ class SuffixIndex:
                 link.append(head.get(key, -1))
                 head[key] = position
 
-    def matches(self, tail: Sequence[int], limit: int) -> list[Match]:
+    def matches(self, tail: Sequence[int], limit: int, shortest: int = 1) -> list[Match]:
         """Up to `limit` earlier occurrences of the end of `tail`, each with its match length (1..8 or one of LENGTHS).
 
-        Longest order first, newest first within an order; a position is listed once, by its longest match.
+        Longest order first, newest first within an order; a position is listed once, by its longest match. Matches below
+        `shortest` are left out, and not looked for where a whole order is.
         """
         found: list[Match] = []
         tokens, size, longer = self.tokens, len(tail), 0
@@ -79,6 +80,8 @@ class SuffixIndex:
             if size < k:  # the longer order lists nothing, but a shorter one may still match all of the tail
                 longer = k
                 continue
+            if 0 < longer <= shortest:
+                break  # this order and the ones after it only tell shorter matches
             context = list(tail[size - k :])
             position = head.get(context[0] if k == 1 else hash(tuple(context)), -1)
             # Bounds the walk over positions that a longer order has listed already. Long matches seldom disagree.
@@ -87,7 +90,7 @@ class SuffixIndex:
                 steps -= 1
                 if tokens[position - k : position] == context:
                     length = _length(tokens, position, tail, k, longer)
-                    if length:
+                    if length >= shortest:
                         found.append((position, length))
                         if len(found) == limit:
                             return found

@@ -110,6 +110,9 @@ class KeptSpeculator:
         """What is known now; for reading."""
         return self._calibration
 
+    def rests(self, views: Sequence[SequenceView]) -> bool:
+        return self._inner.rests(views)
+
     def budgets(self, views: Sequence[SequenceView], limits: Sequence[Limit], load: Load) -> list[Budget]:
         return self._inner.budgets(views, limits, load)
 

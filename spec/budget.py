@@ -19,8 +19,10 @@ from heapq import merge as merge_sorted
 from spec.calibration import Calibration
 from spec.cost_table import CostTable
 from spec.drafter import Budget, SequenceView
-from spec.guard import Guard, Speed, Worth
+from spec.guard import Worth
+from spec.load_state import LoadState
 from spec.merge import Candidate, Candidates, build, gather
+from spec.patience import Patience
 from spec.skill import Skill, judged
 from spec.speculator import Limit, Load, StepRecord
 from spec.tree import EMPTY_TREE, MAX_NODES, DraftTree, Proposal
@@ -28,10 +30,9 @@ from spec.tree import EMPTY_TREE, MAX_NODES, DraftTree, Proposal
 _PROBES = ((256, 8), (1024, 16))  # up to so many drafts under a load, every so many steps look below the price
 _PROBE_EVERY = 128  # later
 _PROBE_PRICE = 0.4  # what a probing step takes for the price of a node and of a pass
-_PRICED = 12  # nodes of one sequence that are priced one by one
 _MARGIN = 1.12  # a draft pass must promise this much more than its time is worth: estimates err, plain steps do not
+_ALL_PLAIN, _SOME_PLAIN = 256, 4
 _SLACK = 0.7  # drafters see a price this much lower: the final cut is made over all requests
-_PRIOR_STEPS = 24.0  # plain steps that lambda starts from
 
 
 def _free(_: float) -> float:
@@ -45,36 +46,22 @@ def _never(_drafter: str, _depth: int, _rank: int, _confidence: float) -> float:
 _NO_DRAFT = Budget(max_nodes=0, max_depth=0, price=1.0, pass_price=_free, chance=_never)
 
 
-class _LoadState:
-    """What was learnt under one load (decoding sequences, by power of two)."""
-
-    __slots__ = ("guard", "marginal", "nodes", "speed", "steps", "worth")
-
-    def __init__(self) -> None:
-        self.guard = Guard()
-        self.speed = Speed()  # tokens per sequence and plain-step time: how many times plain
-        self.speed.count = self.speed.tokens = self.speed.time = _PRIOR_STEPS
-        self.nodes = 2.0  # admitted per sequence, lately
-        self.marginal = -1.0  # milliseconds that the node after the last one admitted was worth, lately; -1 = not known
-        self.steps = 0
-        self.worth: dict[str, Worth] = {}
-
-
 class _Step:
     """What `budgets` decided, for `admit` and `record` of the same step."""
 
-    __slots__ = ("asked", "context", "drafted", "gains", "lambda_", "prefill", "probe", "rows", "sequences", "state", "views")
+    __slots__ = (
+        "asked", "asking", "drafted", "gains", "lambda_", "node_cost", "plain_ms", "probe", "rows", "state", "views",
+    )  # fmt: skip
 
-    def __init__(self, state: _LoadState, views: int, load: Load) -> None:
+    def __init__(self, state: LoadState, views: int, load: Load) -> None:
         self.state = state
         self.views = views
         self.rows = views + load.prefill_tokens
-        self.prefill = load.prefill_tokens
-        self.context = load.context
-        self.sequences = load.sequences
-        self.lambda_ = 0.0
+        self.plain_ms = self.lambda_ = 0.0
         self.probe = False
         self.drafted = False  # drafters may have been asked
+        self.asking: Sequence[bool] = ()  # for which of the views
+        self.node_cost = 0.0  # tokens that the time of one verified node would bring, their mean
         self.asked: set[str] = set()
         self.gains: dict[str, float] = {}
 
@@ -89,29 +76,41 @@ class PriceSpeculator:
         self.costs = costs or CostTable()
         self._vocab_size = vocab_size
         self._skill = Skill()
-        self._loads: dict[int, _LoadState] = {}
+        self._patience = Patience()
+        self._plain_steps = 0
+        self._loads: dict[int, LoadState] = {}
         self._step: _Step | None = None
 
     # --- before drafting ----------------------------------------------------------------------------------------------
+
+    def rests(self, views: Sequence[SequenceView]) -> bool:
+        self._step = None
+        state = self._loads.get(max(0, len(views) - 1).bit_length())
+        if state is None or any(view.grammar for view in views):
+            return False
+        return state.guard.rests() or self._patience.rests([view.seq_id for view in views])
 
     def budgets(self, views: Sequence[SequenceView], limits: Sequence[Limit], load: Load) -> list[Budget]:
         size = max(0, len(views) - 1).bit_length()
         state = self._loads.get(size)
         if state is None:
-            state = self._loads[size] = _LoadState()
+            state = self._loads[size] = LoadState()
         step = self._step = _Step(state, len(views), load)
-        plain_ms = self.costs.step_ms(len(views), load.context, load.sequences)
-        lambda_ = step.lambda_ = max(state.speed.value, 1e-3) * len(views) / max(plain_ms, 1e-6)
+        plain_ms = step.plain_ms = max(self.costs.step_ms(len(views), load.context, load.sequences), 1e-6)
+        lambda_ = step.lambda_ = max(state.speed.value, 1e-3) * len(views) / plain_ms
         if not state.guard.allow():
+            return [_NO_DRAFT] * len(views)
+        asking = [self._asks(view, limit) for view, limit in zip(views, limits, strict=True)]
+        if not any(asking):
             return [_NO_DRAFT] * len(views)
         refused = {name for name, worth in state.worth.items() if not worth.allow()}
         if refused and len(refused) == len(state.worth) and not any(view.grammar for view in views):
             return [_NO_DRAFT] * len(views)  # but for forced tokens, which no drafter has to be asked about, nothing pays
+        step.drafted, step.asking = True, asking
         state.steps += 1
         drafts = state.steps * len(views)
         step.probe = state.steps % next((every for until, every in _PROBES if drafts <= until), _PROBE_EVERY) == 0
-        price = self._price(step)
-        prices = self._prices(step)
+        price, prices = self._prices(step)
         per_ms = lambda_ * _MARGIN
         most = MAX_NODES
         if step.probe:
@@ -125,35 +124,31 @@ class PriceSpeculator:
             return ms * per_ms
 
         found: list[Budget] = []
-        for view, limit in zip(views, limits, strict=True):
-            nodes = min(limit.max_nodes, most)
-            policy = view.policy
-            if policy.max_nodes is not None and policy.max_nodes < nodes:
-                nodes = policy.max_nodes
-            if nodes <= 0 or limit.max_depth <= 0 or policy.mode == "off":
+        for view, limit, wanted in zip(views, limits, asking, strict=True):
+            if not wanted:
                 found.append(_NO_DRAFT)
                 continue
-            step.drafted = True
+            nodes = min(_most(view, limit), most)
             chance = self._chance(view, refused, step.asked)
             found.append(Budget(nodes, min(limit.max_depth, nodes), price, pass_price, chance, prices))
         return found
 
-    def _price(self, step: _Step) -> float:
-        """lambda dT/drows at the first node or where the last trees ended, whichever is cheaper: no node below is wanted."""
-        rows, width = step.rows, max(1, step.views // 4)
-        first = sum(self.costs.row_ms(rows, width))
-        last = sum(self.costs.row_ms(rows + int(step.state.nodes * step.views), width))
-        return step.lambda_ * min(first, last) / width
+    def _asks(self, view: SequenceView, limit: Limit) -> bool:
+        """Whether the sequence may draft now, and has not shown lately that asking is in vain. Forced tokens cost no question."""
+        if limit.max_depth <= 0 or view.policy.mode == "off" or _most(view, limit) <= 0:
+            return False
+        return view.grammar is not None or self._patience.allow(view.seq_id)
 
-    def _prices(self, step: _Step) -> tuple[float, ...]:
-        """What a sequence's 1st, 2nd, ... node costs while the others draft as usual: for one sequence the next row's cost,
-        for many the usual cost of one node more (whose rows come next is then anybody's guess)."""
+    def _prices(self, step: _Step) -> tuple[float, tuple[float, ...]]:
+        """Two prices in tokens. lambda dT/drows at the first node or where the last trees ended, whichever is cheaper: no node
+        below is wanted. And what a sequence's 1st, 2nd, ... node costs while the others draft as usual: for one sequence the
+        next row's cost, for many the usual cost of one node more (whose rows come next is then anybody's guess)."""
         state, lambda_ = step.state, step.lambda_
+        cheapest, each = state.row_costs(self.costs, step.rows, step.views)
         alone = 1.0 / step.views if state.marginal >= 0.0 else 1.0
         usual = (1.0 - alone) * lambda_ * max(0.0, state.marginal)
         own = alone * lambda_
-        rows = step.rows + int(state.nodes * (step.views - 1))
-        return tuple([usual + own * ms for ms in self.costs.row_ms(rows, _PRICED)])
+        return lambda_ * cheapest, tuple([usual + own * ms for ms in each])
 
     def _chance(self, view: SequenceView, refused: set[str], asked: set[str]) -> Callable[[str, int, int, float], float]:
         calibrated = self.calibration.chance
@@ -209,7 +204,7 @@ class PriceSpeculator:
         """How many of the nodes, best first, maximise F(n) - lambda T(R + n)."""
         lambda_ = step.lambda_
         each = self.costs.row_ms(rows, len(order) + 1)
-        best, best_count, net = 0.0, 0, 0.0
+        best, best_count, net = 0.0, 0, -lambda_ * step.state.overheads.verifying
         for count, (path, _, _) in enumerate(order):
             net += path - lambda_ * each[count]
             if net > best:
@@ -228,7 +223,7 @@ class PriceSpeculator:
         total = sum(len(nodes) for nodes in chosen)
         if not total:
             return
-        each = step.lambda_ * sum(self.costs.row_ms(step.rows, total)) / total
+        each = step.node_cost = step.lambda_ * sum(self.costs.row_ms(step.rows, total)) / total
         gains = step.gains
         for nodes in chosen:
             for node in nodes:
@@ -245,38 +240,59 @@ class PriceSpeculator:
                 nodes = judged(outcome)
                 self._skill.record(outcome.view.seq_id, outcome.tree, nodes, self.calibration, greedy)
                 self.calibration.record(outcome.tree, nodes, greedy=greedy)
-        self._skill.forget([outcome.view.seq_id for outcome in step.outcomes if outcome.finished])
+            if outcome.finished:
+                self._skill.forget(outcome.view.seq_id)
+                self._patience.forget(outcome.view.seq_id)
         count = len(step.outcomes)
         if decided is None or not count or decided.views != count or step.load.prefill_tokens:
             return
-        drafting = sum(step.draft_ms.values()) if decided.drafted else 0.0
-        self._record_costs(step, decided, drafting)
-        plain_ms = self.costs.step_ms(count, step.load.context, step.load.sequences)
-        time = min(max(step.total_ms, 1e-6) / max(plain_ms, 1e-6), 20.0)
+        self._record_costs(step, decided)
+        time = min(max(step.total_ms, 1e-6) / decided.plain_ms, 20.0)
         tokens = sum([len(outcome.path) + 1 for outcome in step.outcomes]) / count
-        decided.state.speed.add(tokens, time)
+        state = decided.state
+        state.speed.add(tokens, time)
         if decided.probe:
             return  # that is not how this load is served
-        decided.state.guard.record(drafted=decided.drafted, tokens=tokens, time=time)
+        state.guard.record(drafted=decided.drafted, tokens=tokens, time=time)
         if decided.drafted:
+            self._record_interest(step, decided)
             usual = sum([len(outcome.tree) for outcome in step.outcomes]) / count
-            decided.state.nodes += 0.05 * (usual - decided.state.nodes)
+            state.nodes += 0.05 * (usual - state.nodes)
 
-    def _record_costs(self, step: StepRecord, decided: _Step, drafting: float) -> None:
-        load = step.load
-        overhead = step.total_ms - step.target_ms - drafting
-        self.costs.record(step.nodes, load.context, load.sequences, step.target_ms, overhead)
+    def _record_interest(self, step: StepRecord, decided: _Step) -> None:
+        """What asking each sequence brought, against its share of the time that asking takes."""
+        cost = decided.lambda_ * decided.state.overheads.asking / max(1, sum(decided.asking))
+        for outcome, asked in zip(step.outcomes, decided.asking, strict=True):
+            if asked and not outcome.finished:
+                gain = len(outcome.path) - decided.node_cost * len(outcome.tree)
+                self._patience.record(outcome.view.seq_id, gain, cost)
+
+    def _record_costs(self, step: StepRecord, decided: _Step) -> None:
+        load, state = step.load, decided.state
+        beside = step.total_ms - step.target_ms
+        state.overheads.record(beside, drafted=decided.drafted, nodes=step.nodes - decided.rows)
         if not decided.drafted:
+            # Plain steps are all alike: once many were seen, some of them keep the table current.
+            self._plain_steps += 1
+            if self._plain_steps <= _ALL_PLAIN or self._plain_steps % _SOME_PLAIN == 0:
+                self.costs.record(step.nodes, load.context, load.sequences, step.target_ms, beside)
             return
+        self.costs.record(step.nodes, load.context, load.sequences, step.target_ms, None)
         for name in decided.asked:
             ms = step.draft_ms.get(name)
             if ms is None or decided.probe:
                 continue
             self.costs.record_draft(name, load.sequences, ms)
-            worth = decided.state.worth.get(name)
+            worth = state.worth.get(name)
             if worth is None:
-                worth = decided.state.worth[name] = Worth()
+                worth = state.worth[name] = Worth()
             worth.record(decided.gains.get(name, 0.0), decided.lambda_ * ms)
+
+
+def _most(view: SequenceView, limit: Limit) -> int:
+    """Nodes that the request's policy and the engine leave it."""
+    most = view.policy.max_nodes
+    return limit.max_nodes if most is None else min(most, limit.max_nodes)
 
 
 def _falling(item: tuple[float, int, Candidate]) -> float:

@@ -28,7 +28,7 @@ _ROWS_PRIOR = 0.1  # cost of one more row over that of the first, before anythin
 PassMs = Callable[[int, int, int], float]  # (rows, context, sequences) -> milliseconds of one such pass
 
 
-class _Mean:
+class Mean:
     """A running mean in which an outlier counts as three times the mean."""
 
     __slots__ = ("count", "value")
@@ -52,8 +52,8 @@ class CostTable:
         self._per_sequence = 0.0
         self._known = False
         self._spread = 0.1  # usual relative error
-        self._overhead: dict[int, _Mean] = {}  # by power of two of sequences
-        self._draft: dict[tuple[str, int], _Mean] = {}
+        self._overhead: dict[int, Mean] = {}  # by power of two of sequences
+        self._draft: dict[tuple[str, int], Mean] = {}
 
     # --- asking -------------------------------------------------------------------------------------------------------
 
@@ -137,10 +137,12 @@ class CostTable:
             elif sequences > 1:
                 self._per_sequence = extra / (sequences - 1)
 
-    def record(self, rows: int, context: int, sequences: int, pass_ms: float, overhead_ms: float) -> None:
-        """One real step without prompt tokens (those are not scored, so they cost less than other rows)."""
-        octave = _octave(sequences)
-        self._overhead.setdefault(octave, _Mean()).add(max(0.0, overhead_ms), 0.05)
+    def record(self, rows: int, context: int, sequences: int, pass_ms: float, overhead_ms: float | None) -> None:
+        """One real step without prompt tokens (those are not scored, so they cost less than other rows).
+
+        `overhead_ms`: what else it took, None where drafts were part of that."""
+        if overhead_ms is not None:
+            self._overhead.setdefault(_octave(sequences), Mean()).add(max(0.0, overhead_ms), 0.05)
         if not pass_ms > 0.0:
             return
         expected = self.pass_ms(rows, context, sequences)
@@ -174,14 +176,14 @@ class CostTable:
 
     def record_draft(self, drafter: str, sequences: int, ms: float) -> None:
         """What a drafter that was asked took in a step."""
-        self._draft.setdefault((drafter, _octave(sequences)), _Mean()).add(max(0.0, ms), 0.05)
+        self._draft.setdefault((drafter, _octave(sequences)), Mean()).add(max(0.0, ms), 0.05)
 
 
 def _octave(sequences: int) -> int:
     return max(0, sequences - 1).bit_length()
 
 
-def _nearest(means: dict[int, _Mean], octave: int) -> float:
+def _nearest(means: dict[int, Mean], octave: int) -> float:
     if not means:
         return 0.0
     return means[min(means, key=lambda known: (abs(known - octave), known))].value

@@ -79,7 +79,11 @@ class Outcome:
 
 
 class Drafter(Protocol):
+    """`watches`: it must be told of every step of the sequences it serves. False: of the steps that end one, and of those in
+    which somebody drafts; it needs nothing else, and plain steps cost it nothing."""
+
     name: str
+    watches: bool
 
     def open(self, view: SequenceView) -> None:
         """A sequence starts decoding (again, after a preemption)."""

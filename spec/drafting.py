@@ -52,6 +52,11 @@ class DraftTeam:
     def active(self) -> bool:
         return bool(self._members)
 
+    @property
+    def watches(self) -> bool:
+        """Whether somebody must be told of steps in which nobody drafts and no sequence ends."""
+        return any(member.drafter.watches for member in self._members)
+
     # --- a sequence's life ------------------------------------------------------------------------------------------
 
     def admit(self, sequence: EngineSequence) -> None:
@@ -85,6 +90,14 @@ class DraftTeam:
                     self._fault(member, seq_id, f"close raised {error!r}")
 
     # --- one step ---------------------------------------------------------------------------------------------------
+
+    def rests(self, sequences: Sequence[EngineSequence]) -> bool:
+        """Whether the speculator lets this step pass as plain decoding that need not be recorded."""
+        try:
+            return self._speculator.rests(sequences)
+        except Exception as error:
+            self._speculator_fault("rests", error)
+            return True
 
     def budgets(self, sequences: Sequence[EngineSequence], limits: Sequence[Limit], load: Load) -> list[Budget] | None:
         """What each sequence may draft now; None when nobody may, and then the step is plain decoding."""

@@ -13,7 +13,7 @@ _PLAIN_FIRST_EVERY = 8
 _PLAIN_EVERY = 256  # later, to keep the comparison current
 _DRAFTED_FIRST = 96  # drafting steps before a verdict
 _DOUBT = 1.5  # standard errors
-_DRAFTED_SOON = 12  # before one on a glaring difference
+_DRAFTED_SOON = 24  # before one on a glaring difference
 _GLARING = 3.0  # standard errors
 _STALL = 2.0  # times the usual time of a step; more is counted as so much
 _CLEAR = 0.999  # slower by less is no difference
@@ -21,6 +21,7 @@ _MEMORY = 1200.0  # steps a speed remembers
 _WORTH_FIRST = 48  # steps before a drafter's worth is judged
 _REST = 256  # steps of rest after the first failure
 _LONGEST_REST = 16_384
+_LOOK = 8  # of resting steps, so many to one that is measured
 _PROVEN = 256  # drafting steps that clear earlier failures
 
 
@@ -77,6 +78,13 @@ class Guard:
     @property
     def resting(self) -> bool:
         return self._rest > 0
+
+    def rests(self) -> bool:
+        """Whether this step passes without being looked at. Every eighth step of a rest is looked at, as a plain one."""
+        if self._rest <= 1 or self._rest % _LOOK == 0:
+            return False
+        self._rest -= 1
+        return True
 
     def allow(self) -> bool:
         """Whether this step may draft."""

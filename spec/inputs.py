@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from kernels.batch import StepInputs
+from kernels.tree_attention.shared import shared_prefix
 from spec.plan import PlanRow
 from spec.tree import DraftTree
 
@@ -66,6 +67,10 @@ def build_inputs(rows: Sequence[PlanRow], trees: Sequence[DraftTree], page_size:
     ids, pos, slot_ids, ptr, kv, score, table = torch.split(
         ints, [nodes, nodes, nodes, count + 1, count, scored, count * width]
     )
+    # Only kernels of other devices read shared keys once; on the CPU the search would cost and bring nothing.
+    shared = None
+    if count > 1 and device.type != "cpu":
+        shared = shared_prefix([row.page_ids for row in rows], [row.num_kv for row in rows], row_ptr, page_size)
     return StepInputs(
         input_ids=ids,
         positions=pos,
@@ -76,6 +81,7 @@ def build_inputs(rows: Sequence[PlanRow], trees: Sequence[DraftTree], page_size:
         page_table=table.view(count, width),
         kv_lens=kv,
         score_rows=score,
+        shared=shared,
     )
 
 

@@ -28,9 +28,12 @@ _IN_VAIN = 99  # rank of a node that cannot be accepted, so that its rejections 
 
 
 class Candidate:
-    """One node offered to a request: a token under a parent candidate. `path` is f, product of chances from the root."""
+    """One node offered to a request: a token under a parent candidate. `path` is f, product of chances from the root.
 
-    __slots__ = ("chance", "children", "depth", "index", "origins", "parent", "path", "probs", "sources", "token")
+    It knows its parent and not its children: links both ways would be cycles, left to the garbage collector in every step.
+    """
+
+    __slots__ = ("chance", "depth", "index", "origins", "parent", "path", "probs", "sources", "token")
 
     def __init__(self, index: int, token: int, parent: Candidate | None, depth: int, probs: DraftProbs | None) -> None:
         self.index = index
@@ -42,17 +45,17 @@ class Candidate:
         self.sources: list[str] = []
         self.origins: list[tuple[int, int]] = []
         self.probs = probs
-        self.children: dict[int, Candidate] | None = None
 
 
 class Candidates:
-    """All nodes offered to one request in one step, joined by prefix. `nodes` lists a parent before its children."""
+    """All nodes offered to one request in one step, joined by prefix. `nodes` lists a parent before its children; `at` finds
+    one by its parent's index (ROOT for the first) and its key (the token, or -1 - token for a draw)."""
 
-    __slots__ = ("nodes", "roots", "sampled")
+    __slots__ = ("at", "nodes", "sampled")
 
     def __init__(self) -> None:
         self.nodes: list[Candidate] = []
-        self.roots: dict[int, Candidate] = {}
+        self.at: dict[tuple[int, int], Candidate] = {}
         self.sampled = False
 
     def best_first(self) -> list[Candidate]:
@@ -131,15 +134,10 @@ def _add(found: Candidates, name: str, proposal: Proposal, chance: Chance, max_d
             continue
         if estimate > 1.0:
             estimate = 1.0
-        if parent is None:
-            siblings = found.roots
-        else:
-            if parent.children is None:
-                parent.children = {}
-            siblings = parent.children
-        node = siblings.get(key)
+        place = (ROOT if parent is None else parent.index, key)
+        node = found.at.get(place)
         if node is None:
-            node = siblings[key] = Candidate(len(nodes), token, parent, depth, probs)
+            node = found.at[place] = Candidate(len(nodes), token, parent, depth, probs)
             nodes.append(node)
         elif name in node.sources:
             placed.append(node)  # a drafter that repeats itself is heard once
@@ -183,11 +181,13 @@ def build(found: Candidates, chosen: Sequence[Candidate]) -> DraftTree:
 
 def _build_drawn(found: Candidates, chosen: Sequence[Candidate]) -> DraftTree:
     """As `build`, but a draw leads its siblings and a deterministic twin joins its draw."""
-    certain_roots = [node for node in found.roots.values() if node.probs is None]
+    certain_roots = [node for node in found.nodes if node.parent is None and node.probs is None]
     if certain_roots and len(chosen) > 1 and all(node.probs is not None for node in chosen):
         # Draws alone would be a chain: the best certain node takes the last one's place.
         chosen = [*sorted(chosen, key=_by_path)[:-1], min(certain_roots, key=_by_path)]
-    picked = set(chosen)
+    children: dict[int, list[Candidate]] = {}
+    for node in sorted(chosen, key=lambda n: n.index):
+        children.setdefault(ROOT if node.parent is None else node.parent.index, []).append(node)
     tokens: list[int] = []
     parents: list[int] = []
     chances: list[float] = []
@@ -202,7 +202,7 @@ def _build_drawn(found: Candidates, chosen: Sequence[Candidate]) -> DraftTree:
             groups.setdefault(node.token, []).append(node)
         return list(groups.values())
 
-    stack = [(group, ROOT) for group in reversed(twins([n for n in chosen if n.parent is None]))]
+    stack = [(group, ROOT) for group in reversed(twins(children.get(ROOT, ())))]
     while stack:
         group, parent = stack.pop()
         place = len(tokens)
@@ -214,7 +214,7 @@ def _build_drawn(found: Candidates, chosen: Sequence[Candidate]) -> DraftTree:
         credits = {name: cell for node in group for name, cell in zip(node.sources, node.origins, strict=True)}
         sources.append(tuple(credits))
         origins.append(tuple(credits.values()))
-        below = [child for node in group for child in (node.children or {}).values() if child in picked]
+        below = [child for node in group for child in children.get(node.index, ())]
         stack.extend((twin, place) for twin in reversed(twins(below)))
     if joined >= 0 and all(parent == i - 1 for i, parent in enumerate(parents)):
         # Joining made it a chain because of what was drawn. The twin's own place, tested in vain, keeps it a tree.

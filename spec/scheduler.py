@@ -8,6 +8,8 @@ can run out, and then the youngest sequence goes back to the queue and is recomp
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from spec.config import EngineConfig
 from spec.errors import InvariantError
 from spec.paging import Paging
@@ -68,7 +70,7 @@ class Scheduler:
                 plan.prefill_tokens += len(row.token_ids)
         return plan
 
-    def limits(self, sequences: list[Sequence]) -> list[Limit]:
+    def limits(self, sequences: Iterable[Sequence]) -> list[Limit]:
         """Hard draft limits of the decoding sequences of a plan. Pages that are short shrink drafts; nobody is preempted."""
         spare = self.paging.pool.available
         page_size = self.paging.page_size

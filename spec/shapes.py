@@ -121,5 +121,8 @@ class ShapeSpeculator:
                 break
         return build(found, chosen)
 
+    def rests(self, views: Sequence[SequenceView]) -> bool:
+        return False
+
     def record(self, step: StepRecord) -> None:
         """A fixed shape learns nothing."""

@@ -6,13 +6,11 @@ accepted over expected nodes of the sequence so far, pulled towards 1 and faded,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from spec.calibration import Calibration
 from spec.drafter import Outcome
 from spec.tree import DraftTree
 
-_PULL = 10.0  # expected acceptances that "as usual" is worth
+_PULL = 4.0  # expected acceptances that "as usual" is worth
 _KEEP = 0.995  # per judged node
 _LOW, _HIGH = 0.2, 2.0
 _SEQUENCES = 4096
@@ -62,6 +60,5 @@ class Skill:
                 pair[0] = pair[0] * _KEEP + accepted
                 pair[1] = pair[1] * _KEEP + calibration.cell_chance(name, depth, rank, bin_, greedy)
 
-    def forget(self, seq_ids: Sequence[int]) -> None:
-        for seq_id in seq_ids:
-            self._counts.pop(seq_id, None)
+    def forget(self, seq_id: int) -> None:
+        self._counts.pop(seq_id, None)

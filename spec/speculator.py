@@ -43,6 +43,10 @@ class StepRecord:
 
 
 class Speculator(Protocol):
+    def rests(self, views: Sequence[SequenceView]) -> bool:
+        """Asked first in a step. True: nobody drafts in it, whatever the limits, and it need not be recorded; `budgets` is not
+        asked then. False says nothing of what `budgets` will answer."""
+
     def budgets(self, views: Sequence[SequenceView], limits: Sequence[Limit], load: Load) -> list[Budget]: ...
 
     def admit(

@@ -61,7 +61,12 @@ def speculative_step(core: Core, plan: StepPlan) -> list[TokenEvent]:
     began = clock()
     sequences = [core.sequences[row.seq_id] for row in plan.rows]
 
-    trees = _propose(core, plan, sequences)
+    team, decoding = core.team, sequences[: plan.num_decoding]
+    resting = not team.active or (bool(decoding) and team.rests(decoding))
+    drafting = bool(decoding) and not resting
+    trees = [EMPTY_TREE] * len(plan.rows)
+    if drafting:
+        trees[: plan.num_decoding] = _propose(core, plan, decoding)
     proposed = clock()
 
     inputs = build_inputs(plan.rows, trees, core.paging.page_size, core.device)
@@ -75,9 +80,11 @@ def speculative_step(core: Core, plan: StepPlan) -> list[TokenEvent]:
     events = _commit_rows(core, plan.rows, sequences, trees, acceptances)
     committed = clock()
 
-    if core.team.active:
+    if team.active and (not resting or team.watches or any(sequence.finish_reason for sequence in sequences)):
         outcomes = _outcomes(plan.rows, sequences, trees, acceptances)
-        _observe(core, plan, outcomes, scores, (verified - proposed) * 1e3, began)
+        team.observe(outcomes, scores.hidden)
+        if not resting:
+            _record(core, plan, outcomes, scores, (verified - proposed) * 1e3, began)
     observed = clock()
 
     _give_back(core, sequences)
@@ -94,21 +101,14 @@ def _load(plan: StepPlan) -> Load:
     return Load(prefill_tokens=plan.prefill_tokens, sequences=len(plan.rows), context=plan.context)
 
 
-def _propose(core: Core, plan: StepPlan, sequences: Sequence[EngineSequence]) -> list[DraftTree]:
-    """One tree per row. Where nobody may draft this costs nothing and the step is plain decoding."""
-    trees = [EMPTY_TREE] * len(plan.rows)
-    if not (plan.num_decoding and core.team.active):
-        return trees
-    decoding = list(sequences[: plan.num_decoding])
+def _propose(core: Core, plan: StepPlan, decoding: Sequence[EngineSequence]) -> list[DraftTree]:
+    """One tree per decoding row. Where nobody may draft this costs little and the step is plain decoding."""
     budgets = core.team.budgets(decoding, core.scheduler.limits(decoding), _load(plan))
     if budgets is None:
-        return trees
+        return [EMPTY_TREE] * len(decoding)
     for sequence, budget in zip(decoding, budgets, strict=True):
         core.scheduler.reserve_window(sequence, budget.max_nodes)
-    drafted = core.team.propose(decoding, budgets)
-    if drafted is not None:
-        trees[: plan.num_decoding] = drafted
-    return trees
+    return core.team.propose(decoding, budgets) or [EMPTY_TREE] * len(decoding)
 
 
 def _accept(
@@ -195,10 +195,9 @@ def _outcomes(
     return outcomes
 
 
-def _observe(
+def _record(
     core: Core, plan: StepPlan, outcomes: Sequence[Outcome], scores: TargetScores, target_ms: float, began: float
 ) -> None:
-    core.team.observe(outcomes, scores.hidden)
     core.team.record(
         StepRecord(
             nodes=scores.hidden.shape[0],

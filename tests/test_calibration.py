@@ -160,7 +160,7 @@ def test_skill_tells_sequences_apart_and_is_bounded() -> None:
         skill.record(2, tree, [(0, False)], calibration, True)
     assert skill.factors(1)["a"] > 1.5
     assert skill.factors(2)["a"] < 0.4
-    skill.forget([1])
+    skill.forget(1)
     assert skill.factors(1) == {}
     for seq_id in range(10, 6000):
         skill.record(seq_id, tree, [(0, True)], calibration, True)

@@ -49,6 +49,9 @@ class Recorder:
         self._at = 0
         self._depths: dict[str, int] = {}
 
+    def rests(self, views: Sequence[SequenceView]) -> bool:
+        return False
+
     def budgets(self, views: Sequence[SequenceView], limits: Sequence[Limit], load: Load) -> list[Budget]:
         self._at += 1
         self._depths = {}
@@ -95,6 +98,7 @@ class StepCost:
     """One step of decoding rows only: seconds by where they went. `other` is all that is neither pass nor drafting."""
 
     sequences: int
+    nodes: int  # drafted ones that were verified
     verify: float
     drafters: float
     other: float
@@ -144,4 +148,5 @@ def _difference(before: Mapping[str, Any], after: Mapping[str, Any], wall: float
         return None  # a step with prompt tokens in it
     verify = after["phase_seconds"]["verify"] - before["phase_seconds"]["verify"]
     drafters = sum(after["drafter_seconds"].values()) - sum(before["drafter_seconds"].values())
-    return StepCost(rows, verify, drafters, max(0.0, wall - verify - drafters))
+    nodes = sum(after["spec_decode_num_draft_tokens"].values()) - sum(before["spec_decode_num_draft_tokens"].values())
+    return StepCost(rows, nodes, verify, drafters, max(0.0, wall - verify - drafters))

@@ -71,6 +71,8 @@ def answers_of(known: Mapping[tuple[int, ...], Sequence[int]]) -> Truth:
 class ScriptDrafter:
     """Builds trees of one shape around the true continuation."""
 
+    watches = True
+
     def __init__(
         self, truth: Truth, shape: Sequence[int], skill: Skill = ORACLE, *, vocab: int = 512, name: str = "script"
     ) -> None:
@@ -193,6 +195,9 @@ class KeepAll:
                 )
             )
         return trees
+
+    def rests(self, views: Sequence[SequenceView]) -> bool:
+        return False
 
     def record(self, step: StepRecord) -> None:
         self.records.append(step)

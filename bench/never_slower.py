@@ -1,0 +1,198 @@
+"""Is speculation ever slower than plain decoding? Every category of a prompt file, several loads, one table.
+
+    ./dev bench never_slower --prompts FILE [--loads 1 4 16] [--categories writing rag ...] [--max-tokens 128] [--repeats 5]
+
+Two engines over the same weights, one plain and one drafting, answer the same prompts *step by step in turn*: a step of one, a
+step of the other. Machines drift from second to second; steps that follow each other within milliseconds do not. Only decoding
+counts: steps from the last first token of a group on, their tokens over their seconds. Every repeat is a tenant of its own, so
+neither prefix pages nor drafts come from an earlier repeat. Both engines stay for a whole load, as a server's engine would.
+
+A table of categories by loads (median over repeats of drafting over plain) and, last, one JSON line with the least of them.
+Exit code 1 when an answer differed between the engines, or the least ratio is below --least.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from server.commands.common import requests_of, table_console
+from server.compose import load_parts, make_engine
+from server.local import settle
+from server.prompts import Prompt, read_prompts
+from server.settings import Settings
+from spec.engine import Engine
+from spec.request import Request
+
+LEAST = 0.98
+
+
+@dataclass(slots=True)
+class Side:
+    """One engine's share of one group of requests."""
+
+    engine: Engine
+    answers: dict[int, list[int]] = field(default_factory=dict)
+    running: int = 0
+    unstarted: int = 0
+    seconds: float = 0.0
+    tokens: int = 0
+    steps: int = 0
+    row_steps: int = 0
+
+    def begin(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self.engine.add(request)
+            self.answers[request.id] = []
+        self.running = self.unstarted = len(requests)
+
+    def step(self) -> None:
+        """One step, counted once every request has said its first token."""
+        counts = self.unstarted == 0
+        began = time.perf_counter()
+        events = self.engine.step()
+        took = time.perf_counter() - began
+        for event in events:
+            self.answers[event.request_id] += event.token_ids
+            self.unstarted -= event.started
+            self.running -= event.finish_reason is not None
+        if counts:
+            self.seconds += took
+            self.steps += 1
+            self.row_steps += sum(1 for event in events if event.token_ids)
+            self.tokens += sum(len(event.token_ids) for event in events)
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Both engines' tokens a second on one group, the mean tokens of a drafting pass, and whether the answers were the same."""
+
+    plain: float
+    drafting: float
+    acceptance: float
+    same: bool
+
+
+def race(plain: Engine, drafting: Engine, requests: Sequence[Request], first: int) -> Pair:
+    """Answer the requests with both engines, step by step in turn; `first` is who begins."""
+    sides = (Side(plain), Side(drafting))
+    for side in sides:
+        side.begin(requests)
+    order = (sides[first], sides[1 - first])
+    while any(side.running for side in order):
+        for side in order:
+            if side.running:
+                side.step()
+    one, other = sides
+    acceptance = other.tokens / other.row_steps if other.row_steps else 0.0
+    return Pair(one.rate, other.rate, acceptance, one.answers == other.answers)
+
+
+def groups(prompts: Sequence[Prompt], load: int, repeat: int) -> list[Prompt]:
+    """`load` prompts of a category, other ones every repeat while there are any; a short category begins anew."""
+    return [prompts[(repeat * load + i) % len(prompts)] for i in range(load)]
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--prompts", type=Path, required=True)
+    parser.add_argument("--loads", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--categories", nargs="+", default=None)
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--drafters", default="auto")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--least", type=float, default=LEAST, help="exit 1 below this ratio")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str]) -> int:
+    args = parse(arguments)
+    parts = load_parts(Settings(drafters=args.drafters, threads=args.threads))
+    by_category: dict[str, list[Prompt]] = {}
+    for prompt in read_prompts(args.prompts):
+        by_category.setdefault(prompt.category, []).append(prompt)
+    chosen = args.categories or list(by_category)
+    unknown = [name for name in chosen if name not in by_category]
+    if unknown:
+        print(f"no prompts of category {unknown[0]!r}; there are: {', '.join(by_category)}", file=sys.stderr)
+        return 2
+    found: dict[str, dict[int, list[Pair]]] = {name: {load: [] for load in args.loads} for name in chosen}
+    with Progress(console=Console(stderr=True)) as progress:
+        task = progress.add_task("", total=len(args.loads) * args.repeats * len(chosen))
+        for load in args.loads:
+            plain, drafting = make_engine(parts, "none"), make_engine(parts)
+            settle()
+            number = 0
+            for repeat in range(args.repeats):
+                for category in chosen:
+                    progress.update(task, description=f"{load} at once, {category}")
+                    requests = requests_of(
+                        parts, groups(by_category[category], load, repeat), args.max_tokens, args.temperature, 0
+                    )
+                    number += 1
+                    mine = [
+                        msgspec.structs.replace(r, id=number * 10**4 + i, tenant=f"repeat {repeat}")
+                        for i, r in enumerate(requests)
+                    ]
+                    found[category][load].append(race(plain, drafting, mine, number % 2))
+                    progress.advance(task)
+    return _report(table_console(), args, found)
+
+
+def _report(console: Console, args: argparse.Namespace, found: dict[str, dict[int, list[Pair]]]) -> int:
+    table = Table(
+        "category", *[f"{load} at once" for load in args.loads], title="drafting over plain, median (acceptance length)"
+    )
+    ratios: dict[str, dict[str, float]] = {}
+    for category, by_load in found.items():
+        cells = []
+        ratios[category] = {}
+        for load, pairs in by_load.items():
+            ratio = statistics.median(pair.drafting / pair.plain for pair in pairs)
+            ratios[category][str(load)] = round(ratio, 4)
+            cells.append(f"{ratio:.3f} ({statistics.mean(pair.acceptance for pair in pairs):.2f})")
+        table.add_row(category, *cells)
+    console.print(table)
+    flat: list[tuple[float, str, str]] = [(r, name, load) for name, row in ratios.items() for load, r in row.items()]
+    least = min(flat)
+    same = all(pair.same for by_load in found.values() for pairs in by_load.values() for pair in pairs)
+    result: dict[str, Any] = {
+        "least_ratio": least[0],
+        "least_at": {"category": least[1], "load": int(least[2])},
+        "median_ratio": round(statistics.median(ratio for ratio, _, _ in flat), 4),
+        "greatest_ratio": max(flat)[0],
+        "plain_tokens_per_second": {
+            str(load): round(statistics.median(p.plain for by_load in found.values() for p in by_load[load]), 1)
+            for load in args.loads
+        },
+        "identical": same,
+        "ratios": ratios,
+        "drafters": args.drafters,
+        "repeats": args.repeats,
+        "max_tokens": args.max_tokens,
+        "temperature": args.temperature,
+    }
+    print(json.dumps(result))
+    return 0 if same and least[0] >= args.least else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

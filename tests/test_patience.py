@@ -1,0 +1,71 @@
+"""Sequences on which drafts bring nothing are asked seldom, and again as soon as it pays."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from spec.patience import Patience
+
+
+def asked(patience: Patience, steps: int, gain: float, cost: float, seq_id: int = 1) -> int:
+    """Questions in so many steps that bring `gain` each."""
+    count = 0
+    for _ in range(steps):
+        if patience.allow(seq_id):
+            count += 1
+            patience.record(seq_id, gain, cost)
+    return count
+
+
+@pytest.mark.parametrize("cost", [0.02, 0.06, 0.25])
+def test_vain_questions_become_rare(cost: float) -> None:
+    patience = Patience()
+    asked(patience, 200, 0.0, cost)
+    assert asked(patience, 1000, 0.0, cost) * cost / 1000 < 0.0075, "tokens a step"
+
+
+def test_questions_that_pay_are_asked_every_step() -> None:
+    assert asked(Patience(), 500, 0.4, 0.06) == 500
+
+
+def test_one_success_ends_the_rest() -> None:
+    patience = Patience()
+    asked(patience, 300, 0.0, 0.06)
+    while not patience.allow(1):
+        pass
+    patience.record(1, 3.0, 0.06)
+    assert asked(patience, 20, 1.0, 0.06) == 20
+
+
+def test_a_new_sequence_is_believed_to_be_like_the_others() -> None:
+    patience = Patience()
+    fresh = asked(Patience(), 40, 0.0, 0.06)
+    for seq_id in range(2, 60):
+        asked(patience, 100, 0.0, 0.06, seq_id)
+    assert asked(patience, 40, 0.0, 0.06, 99) < fresh
+
+
+def test_everybody_must_wait_for_a_step_to_rest() -> None:
+    patience = Patience()
+    asked(patience, 400, 0.0, 0.06, 1)
+    while patience.allow(1):
+        patience.record(1, 0.0, 0.06)
+    assert not patience.rests([1, 2])
+    rested = 0
+    while patience.rests([1]):
+        rested += 1
+    assert 1 <= rested < 64
+    assert not patience.allow(1), "the last step of a rest is looked at as a plain one"
+    assert patience.allow(1)
+
+
+def test_forgotten_sequences_and_bounds() -> None:
+    patience, chance = Patience(), random.Random(0)
+    for seq_id in range(10_000):
+        patience.record(seq_id, chance.random() - 0.5, 0.1)
+    patience.record(-1, -1.0, 10.0)
+    patience.forget(-1)
+    patience.forget(-1)
+    assert patience.allow(-1)
