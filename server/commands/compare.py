@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -35,8 +36,9 @@ def run(
     peers_dir: Path | None = None,
 ) -> int:
     """Print the table and, last, one JSON line. 0, or 1 when no peer at all could be measured."""
-    print(msgspec.json.encode(figures(settings, peers, prompts, n, max_tokens, repeats, streams, peers_dir)).decode())
-    return 0
+    found = figures(settings, peers, prompts, n, max_tokens, repeats, streams, peers_dir)
+    print(msgspec.json.encode(found).decode())
+    return 0 if found["ratios"] else 1
 
 
 def figures(
@@ -59,6 +61,7 @@ def figures(
     threads = settings.threads or len(os.sched_getaffinity(0))
     order = Order(chosen, peers_root(parts, peers_dir), max_tokens, repeats, streams, threads)
     columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn())
+    signal.signal(signal.SIGTERM, _leave)  # a peer that stands still would outlive us
     with Progress(*columns, console=Console(stderr=True)) as progress:
         findings = compare(order, parts, ids, progress)
     console = table_console()
@@ -70,6 +73,10 @@ def figures(
         "drafters": settings.drafters, "model": parts.model.name, "commit": _commit(), "argv": sys.argv[1:],
         "versions": {"python": platform.python_version(), "torch": str(torch.__version__)}, "machine": platform.processor(),
     }  # fmt: skip
+
+
+def _leave(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)
 
 
 def _commit() -> str:

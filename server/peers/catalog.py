@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 DRIVERS = Path(__file__).parent / "drivers"
+FLOAT32 = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}  # of activations; the weights keep their 4 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,8 @@ PEERS: dict[str, Peer] = {
             driver=DRIVERS / "drive_openvino.py",
             arms=(
                 Arm("plain", many=True),
-                Arm("prompt lookup", {"lookup": [5, 3]}, speculates=True),
+                Arm("plain, float32", {"properties": FLOAT32}, many=True),
+                Arm("prompt lookup", {"properties": FLOAT32, "lookup": [5, 3]}, speculates=True),
             ),
         ),
         Peer(

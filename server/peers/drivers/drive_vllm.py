@@ -19,6 +19,7 @@ class Vllm:
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"  # GiB
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ["VLLM_NO_USAGE_STATS"] = "1"
+        os.environ["VLLM_USE_AOT_COMPILE"] = "0"  # 0.32 cannot load what it kept of that kind and would compile at every start
         import vllm
 
         self.vllm = vllm
