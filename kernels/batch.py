@@ -16,6 +16,15 @@ import torch
 
 
 @dataclass(frozen=True, slots=True)
+class SharedPrefix:
+    """Neighbouring rows whose first keys lie in the same pages. Plain ints, known on the host; a hint that changes no value."""
+
+    rows: tuple[int, int]  # rows first .. last - 1
+    nodes: tuple[int, int]  # their nodes
+    keys: int  # committed keys in common, whole pages
+
+
+@dataclass(frozen=True, slots=True)
 class StepInputs:
     """All tensors of one forward pass. Integers are int32 unless said otherwise; all live on the model's device.
 
@@ -32,6 +41,7 @@ class StepInputs:
     page_table: torch.Tensor  # [S, P] page ids, padded with 0
     kv_lens: torch.Tensor  # [S] keys committed to the store before this step
     score_rows: torch.Tensor  # [R] node indices whose logits are wanted, ascending
+    shared: SharedPrefix | None = None  # for devices that read shared keys once; None is always right
 
     @property
     def num_nodes(self) -> int:

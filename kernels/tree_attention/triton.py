@@ -15,10 +15,11 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.batch import StepInputs
+from kernels.batch import SharedPrefix, StepInputs
 from kernels.float8.reference import codes
 from kernels.float8.triton import from_e4m3
 from kernels.interpreter import interpreted
+from kernels.tree_attention.shared.triton import _shared_kernel
 
 LOG2_E = 1.4426950408889634
 BLOCK_N = 64  # keys visited at once
@@ -41,7 +42,11 @@ def _row_of_tile(row_ptr, rows, tile, BLOCK_Q: tl.constexpr):
 
 
 # Sizes that change from step to step are not specialised on: no compilation once the server is ready.
-@triton.jit(do_not_specialize=["window", "rows", "nodes", "table_width", "split_keys"])
+@triton.jit(
+    do_not_specialize=[
+        "window", "rows", "nodes", "table_width", "split_keys", "shared_first", "shared_last", "shared_keys",
+    ]
+)  # fmt: skip
 def _attention_kernel(
     q_ptr,  # [N, Hq, D] float32
     k_ptr,  # [pages, Hkv, D, PAGE] float32, bfloat16, or uint8 (FLOAT8)
@@ -63,6 +68,9 @@ def _attention_kernel(
     table_width,  # P
     kv_heads,
     split_keys,  # keys of one split, a multiple of BLOCK_N
+    shared_first,  # rows shared_first .. shared_last - 1 skip their first shared_keys keys: another kernel takes them
+    shared_last,
+    shared_keys,
     GROUPS: tl.constexpr,  # Hq / Hkv
     DIM: tl.constexpr,
     PAGE: tl.constexpr,
@@ -104,6 +112,7 @@ def _attention_kernel(
     if WINDOWED:
         oldest = kv_len + tl.where(causal, start_node, 0) - window + 1
         begin = tl.maximum(oldest, 0) // BLOCK_N * BLOCK_N
+    begin = tl.maximum(begin, tl.where((row >= shared_first) & (row < shared_last), shared_keys, 0))
     begin = tl.maximum(begin, split * split_keys)
     end = tl.minimum(end, (split + 1) * split_keys)
 
@@ -204,7 +213,7 @@ def tree_attention(
     """out [N, Hq, D] float32; the contract is the package's, `sinks` [Hq] float32.
 
     `split_keys` fixes how many keys of a row one program takes (rounded up to BLOCK_N); None lets the batch's size decide, so
-    that the device is full. Nothing is read back from the device.
+    that the device is full. Keys that `inputs.shared` names are read once for all of its rows. Nothing is read back from the device.
     """
     nodes, q_heads, dim = q.shape
     kv_heads, page_size = store_k.shape[1], store_k.shape[-1]
@@ -225,22 +234,66 @@ def tree_attention(
     split_keys = triton.cdiv(split_keys, BLOCK_N) * BLOCK_N
     splits = triton.cdiv(longest, split_keys)
 
-    target, top, total = out, None, None
-    if splits > 1:
-        target = out.new_empty(splits, nodes, q_heads, dim)
-        top = out.new_empty(splits, nodes, q_heads)
-        total = torch.empty_like(top)
+    shared, shared_splits = inputs.shared, 0
+    if shared is not None:
+        shared_splits = max(1, min(WANTED_PROGRAMS // kv_heads, triton.cdiv(shared.keys, MIN_SPLIT_KEYS)))
+    parts = splits + shared_splits
+    pieces = _pieces(q, parts, empty=shared is not None) if parts > 1 else None
+    target, top, total = pieces or (out, None, None)
     block_d = max(16, triton.next_power_of_2(dim))
+    q = q.contiguous()
     _attention_kernel[(tiles, kv_heads, splits)](
-        q.contiguous(), store_k, store_v, target, top, total, sinks, inputs.positions, inputs.words, inputs.causal,
+        q, store_k, store_v, target, top, total, sinks, inputs.positions, inputs.words, inputs.causal,
         inputs.row_ptr, inputs.page_table, inputs.kv_lens, scale * LOG2_E, window or 0, rows, nodes,
-        inputs.page_table.shape[1], kv_heads, split_keys, GROUPS=groups, DIM=dim, PAGE=page_size, BLOCK_Q=block_q,
+        inputs.page_table.shape[1], kv_heads, split_keys, *((*shared.rows, shared.keys) if shared else (0, 0, 0)),
+        GROUPS=groups, DIM=dim, PAGE=page_size, BLOCK_Q=block_q,
         BLOCK_M=block_m, BLOCK_N=BLOCK_N, BLOCK_D=block_d, WINDOWED=window is not None, FLOAT8=float8,
         WIDEN=interpreted(_attention_kernel), num_warps=4, num_stages=2,
         enable_fp_fusion=False,
     )  # fmt: skip
-    if splits > 1:
+    if shared is not None and pieces is not None:
+        _shared_level(q, store_k, store_v, pieces, inputs, shared, scale, window, splits, shared_splits, float8)
+    if pieces is not None:
         _merge_kernel[(nodes * q_heads,)](
-            target, top, total, out, nodes * q_heads, splits, DIM=dim, BLOCK_D=block_d, num_warps=1, enable_fp_fusion=False
+            *pieces, out, nodes * q_heads, parts, DIM=dim, BLOCK_D=block_d, num_warps=1, enable_fp_fusion=False
         )
     return out
+
+
+def _pieces(q: torch.Tensor, parts: int, empty: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sums [parts, N, Hq, D], tops and totals [parts, N, Hq] of every part. `empty`: rows that share nothing leave some as they are."""
+    nodes, q_heads, dim = q.shape
+    sums, total = q.new_empty(parts, nodes, q_heads, dim), q.new_empty(parts, nodes, q_heads)
+    top = torch.empty_like(total)
+    if empty:
+        sums.zero_()
+        total.zero_()
+        top.fill_(float("-inf"))
+    return sums, top, total
+
+
+def _shared_level(
+    q: torch.Tensor,
+    store_k: torch.Tensor,
+    store_v: torch.Tensor,
+    parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor],  # sums, tops and totals, as `_merge_kernel` reads them
+    inputs: StepInputs,
+    shared: SharedPrefix,
+    scale: float,
+    window: int | None,
+    place: int,  # the first part that is written
+    splits: int,
+    float8: bool,
+) -> None:
+    nodes, q_heads, dim = q.shape
+    kv_heads, page_size = store_k.shape[1], store_k.shape[-1]
+    groups, (first, last) = q_heads // kv_heads, shared.nodes
+    block_m = min(128, max(16, triton.next_power_of_2((last - first) * groups)))
+    split_keys = triton.cdiv(triton.cdiv(shared.keys, splits), BLOCK_N) * BLOCK_N
+    _shared_kernel[(triton.cdiv((last - first) * groups, block_m), kv_heads, splits)](
+        q, store_k, store_v, *parts, inputs.positions, inputs.page_table, scale * LOG2_E, window or 0, first, last,
+        shared.rows[0], shared.keys, nodes, inputs.page_table.shape[1], kv_heads, split_keys, place, GROUPS=groups, DIM=dim,
+        PAGE=page_size, BLOCK_M=block_m, BLOCK_N=BLOCK_N, BLOCK_D=max(16, triton.next_power_of_2(dim)),
+        WINDOWED=window is not None, FLOAT8=float8, WIDEN=interpreted(_shared_kernel), num_warps=4, num_stages=2,
+        enable_fp_fusion=False,
+    )  # fmt: skip

@@ -23,10 +23,11 @@ from kernels.top_shares import triton as top_shares
 from kernels.tree_accept import triton as tree_accept
 from kernels.tree_attention import triton as tree_attention
 from kernels.tree_attention.ordered import triton as ordered
+from kernels.tree_attention.shared import triton as shared
 
 F32, BF16, F16, I32, I64, F64, U8, I16, I8 = "*fp32", "*bf16", "*fp16", "*i32", "*i64", "*fp64", "*u8", "*i16", "*i8"
 ATTENTION = {"GROUPS": 4, "PAGE": 16, "BLOCK_Q": 4, "BLOCK_M": 16, "BLOCK_N": 64, "FLOAT8": False, "WIDEN": False}
-ATTENTION_BATCH = [I32, I64, U8, I32, I32, I32, "fp32", *["i32"] * 6]
+ATTENTION_BATCH = [I32, I64, U8, I32, I32, I32, "fp32", *["i32"] * 9]
 SAMPLE = [F32, F32, I32, F32, F32]
 
 # kernel, types of its run-time arguments in order (None = argument is None), constants
@@ -84,6 +85,15 @@ CASES: list[tuple[Any, list[str | None], dict[str, Any]]] = [
             | {"WINDOWED": kind == U8, "FLOAT8": kind == U8},
         )
         for kind, sinks in ((BF16, None), (U8, F32))
+    ),
+    *(
+        (
+            shared._shared_kernel,
+            [F32, kind, kind, F32, F32, F32, I32, I32, "fp32", *["i32"] * 10],
+            {"GROUPS": 4, "DIM": 128, "PAGE": 16, "BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_D": 128}
+            | {"WINDOWED": kind == U8, "FLOAT8": kind == U8, "WIDEN": False},
+        )
+        for kind in (BF16, U8)
     ),
     (tree_attention._merge_kernel, [F32, F32, F32, F32, "i32", "i32"], {"DIM": 128, "BLOCK_D": 128}),
     (
