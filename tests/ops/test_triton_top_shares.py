@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from device import to_device
+import toy
+from device import DEVICE, to_device
 
+from drafters.draft_rows import DraftRow, draft_inputs
+from kernels.decoder.triton import TritonDecoder
 from kernels.top_shares import reference
 from kernels.top_shares.triton import top_shares
 
@@ -59,3 +62,17 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="temperature"):
         top_shares(logits(2, 8), 1, torch.ones(1))
     assert top_shares(logits(0, 8), 3)[0].shape == (0, 3)
+
+
+def test_a_draft_pass_is_a_forward_and_the_best_of_it() -> None:
+    shape, weights = toy.rand_weights(layers=1, hidden=32, q_heads=2, kv_heads=1, head_dim=16, intermediate=32, vocab=50)
+    decoder = TritonDecoder(shape, to_device(weights))
+    packed = draft_inputs([DraftRow([5, 6, 7], None, 0, [3, 1], (0, 2)), DraftRow([8, 9], [-1, -1], 0, [2], (1,))], 2)
+    stores = [toy.new_store(shape, 4, 2, device=DEVICE) for _ in range(2)]
+    hidden, ids, shares = decoder.draft(packed, stores[0], None, 3, [0.5, 2.0, 1.0])
+    out = decoder.forward(packed.tensors(torch.device(DEVICE)), stores[1], True)
+    assert out.logits is not None
+    assert torch.equal(hidden, out.hidden)
+    best, mass = reference.top_shares(out.logits.cpu(), 3, torch.tensor([0.5, 2.0, 1.0]))
+    assert list(ids) == best.flatten().tolist()
+    torch.testing.assert_close(torch.tensor(list(shares)), mass.flatten(), atol=SUM_ORDER, rtol=SUM_ORDER)
