@@ -19,7 +19,7 @@ from spec.speculator import Limit, Load, Speculator, StepRecord
 from spec.target import TargetModel
 from spec.tree import DraftTree, Proposal
 
-MEASURE_SECONDS = 1.5
+MEASURE_SECONDS = 1.0
 SAVE_EVERY_SECONDS = 30.0
 
 log = logging.getLogger("forespeak.speculation")

@@ -61,6 +61,12 @@ class SingleStream:
                 ratios.append(self.rate(among) / other.rate(among))
         return statistics.median(ratios) if ratios else 0.0
 
+    def usually_over(self, other: SingleStream) -> float:
+        """The same by single answers, and the median of those: one disturbed turn does not move it."""
+        both = self.answers.keys() & other.answers.keys()
+        ratios = [self.rate({key}) / other.rate({key}) for key in both if other.rate({key}) > 0]
+        return statistics.median(ratios) if ratios else 0.0
+
 
 def one_stream(
     players: Field,

@@ -45,7 +45,7 @@ def table(findings: Findings, streams: int) -> Table:
 
 
 def ratios(findings: Findings) -> dict[str, float]:
-    """Ours over the best peer, by goal; a goal that no peer could be measured for is missing."""
+    """Ours over the best peer, by goal; a goal that no peer could be measured for is missing. `by_prompt`: the median over single answers."""
     found: dict[str, float] = {}
     plain, auto = findings.single.get(OUR_PLAIN), findings.single.get(OUR_AUTO)
     rivals = {n: s for n, s in findings.single.items() if n not in OURS and s.answers and findings.sanity[n].sane}
@@ -53,7 +53,9 @@ def ratios(findings: Findings) -> dict[str, float]:
         plains = [s for n, s in rivals.items() if not findings.speculates[n]]
         if plains:
             found["one_stream_plain"] = min(plain.over(s) for s in plains)
+            found["one_stream_plain_by_prompt"] = min(plain.usually_over(s) for s in plains)
         found["one_stream_auto"] = min(auto.over(s) for s in rivals.values())
+        found["one_stream_auto_by_prompt"] = min(auto.usually_over(s) for s in rivals.values())
     for length in _lengths(findings):
         theirs = [by[length] for n, by in findings.prefill.items() if n not in OURS and length in by]
         mine = findings.prefill.get(OUR_PLAIN, {}).get(length)
