@@ -1,6 +1,6 @@
 """What each technique of serving gains, one by one: a ladder from none of them to all.
 
-    ./dev bench techniques [--model MODEL] [--users 6] [--repeats 2]
+    ./dev bench techniques [--model MODEL] [--users 4] [--repeats 3]
 
 Every rung adds one technique to the rung below and is measured beside it, in alternation, on the same conversations: chats of two
 turns behind one system prompt, with answers of unequal length, and now and then a long document. All answers must be the same on both
@@ -10,8 +10,9 @@ rungs, wherever the weights are. Prints a table for people and, last, one JSON l
 from __future__ import annotations
 
 import argparse
+import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -32,9 +33,10 @@ from spec.request import SamplingParams
 # From the ground up. A technique stands above what it builds on: static batches before continuous ones, keys before sharing them.
 LADDER = ("kv-cache", "quantised-weights", "batching", "continuous-batching", "prefix-cache", "chunked-prefill", "speculation")
 WEIGHTS = "quantised-weights"  # the one rung that may change the text
-LENGTHS = (24, 112, 40, 80)  # tokens of an answer, by turn: static batches wait for the longest
-# The lowest rungs are slow: conversations and repeats that are enough to see factors as large as theirs.
-FEWER = {"kv-cache": (1, 1), "quantised-weights": (3, 2)}
+LENGTHS = (24, 96, 40, 64)  # tokens of an answer, by turn: static batches wait for the longest
+# The lowest rungs are slow: as many conversations and repeats as it takes to see factors as large as theirs.
+FEWER = {"kv-cache": (1, 1), "quantised-weights": (2, 2)}
+FIRST_TURNS = ("kv-cache",)  # and no second turn either
 WARM_UP_TOKENS = 8
 
 SYSTEM = (
@@ -59,7 +61,7 @@ PARAGRAPH = (
 )
 
 
-def workload(conversations: int, long_every: int = 5, paragraphs: int = 20) -> dict[int, Prompt]:
+def workload(conversations: int, long_every: int = 5, paragraphs: int = 16) -> dict[int, Prompt]:
     """Two turns each; every `long_every`-th conversation is one question about a long document instead."""
     system = {"role": "system", "content": SYSTEM}
     prompts = {}
@@ -102,6 +104,8 @@ def climb(
     place = LADDER.index(technique)
     conversations, most = FEWER.get(technique, (len(prompts), repeats))
     chosen = dict(list(prompts.items())[:conversations])
+    if technique in FIRST_TURNS:
+        chosen = {number: replace(prompt, later=()) for number, prompt in chosen.items()}
     traffic = Traffic(users=users)
     lanes = [
         workshop.lane("below", setup_with(settings, LADDER[:place], users)),
@@ -110,27 +114,36 @@ def climb(
     for lane in lanes:
         lane.run(dict(list(chosen.items())[:1]), traffic, "warm-up", lambda: None, WARM_UP_TOKENS)
     below, runs = alternate(lanes, chosen, traffic, min(repeats, most), lambda: None)
-    summaries = [figures.summary(each, {}) for each in (below, runs)]
-    ratios = {name: _ratio(summaries[1][name], summaries[0][name]) for name in FIGURES}
-    compared = figures.comparison(runs, below)
-    ratios["tokens_per_second"], ratios["decode_tokens_per_second"] = compared["throughput_ratio"], compared["decode_speedup"]
-    return Rung(technique, users, _short(summaries[0]), _short(summaries[1]), ratios, _same_text(technique, below, runs))
+    low, high = ([_summary(run) for run in each] for each in (below, runs))
+    ratios = {
+        name: _median([over[name] / under[name] for over, under in zip(high, low, strict=True) if under[name]])
+        for name in FIGURES
+    }
+    return Rung(technique, users, _medians(low), _medians(high), ratios, _same_text(technique, below, runs))
 
 
 FIGURES = {
     "tokens_per_second": "tokens/s", "decode_tokens_per_second": "one stream", "ttft_ms_p50": "first token p50 ms",
-    "ttft_ms_p99": "first token p99 ms", "chunk_gap_ms_p99": "gap p99 ms",
+    "ttft_ms_p99": "first token p99 ms", "longest_gap_ms": "longest gap ms",
 }  # fmt: skip
 
 
-def _short(summary: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: summary[name] for name in (*FIGURES, "acceptance_length", "cached_tokens", "prompt_tokens", "tokens", "seconds")
-    }
+COUNTS = ("acceptance_length", "cached_tokens", "prompt_tokens", "tokens", "seconds")
 
 
-def _ratio(over: float, under: float) -> float | None:
-    return round(over / under, 3) if under else None
+def _summary(run: Run) -> dict[str, Any]:
+    """The bench's figures, and the longest gap between two chunks of an answer (a 99th percentile would hide one long prompt)."""
+    gaps = [gap for answer in run.answers for gap in figures.chunk_gaps_ms(answer)]
+    return figures.summary([run], {}) | {"longest_gap_ms": max(gaps, default=0.0)}
+
+
+def _medians(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Figure by figure over the repeats, percentiles too: one disturbed repeat then spoils nothing."""
+    return {name: _median([summary[name] for summary in summaries]) for name in (*FIGURES, *COUNTS)}
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return round(statistics.median(values), 3) if values else None
 
 
 def _same_text(technique: str, below: Sequence[Run], runs: Sequence[Run]) -> bool:
@@ -143,7 +156,11 @@ def table(rungs: Sequence[Rung]) -> Table:
     for column in ("technique", "users", *FIGURES.values()):
         result.add_column(column, justify="left" if column == "technique" else "right", no_wrap=True)
     ground = rungs[0]
-    result.add_row("none of them", str(ground.users), *(f"{ground.below[name]:,.1f}      " for name in FIGURES))
+    result.add_row(
+        "none of them" if ground.technique == LADDER[0] else "the rung below",
+        str(ground.users),
+        *(f"{ground.below[name]:,.1f}      " for name in FIGURES),
+    )
     for rung in rungs:
         cells = (f"{rung.figures[name]:,.1f} {_times(rung.ratios[name])}" for name in FIGURES)
         result.add_row(f"+ {rung.technique}", str(rung.users), *cells)
@@ -157,9 +174,9 @@ def _times(ratio: float | None) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=DEFAULT_MODEL)
-    parser.add_argument("--users", type=int, default=6, help="who ask at once")
-    parser.add_argument("--conversations", type=int, default=10)
-    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--users", type=int, default=4, help="who ask at once")
+    parser.add_argument("--conversations", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--drafters", default="auto")
     parser.add_argument("--only", choices=LADDER, action="append", help="these rungs alone")
@@ -170,7 +187,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(width=130)
     rungs = []
     climbs = [(name, chosen.users) for name in LADDER if not chosen.only or name in chosen.only]
-    climbs += [(name, 1) for name, _ in climbs if name == "speculation"]  # made for a machine with nothing else to do
+    climbs += [
+        (name, 1) for name, users in climbs if name == "speculation" and users > 1
+    ]  # made for a machine with nothing else to do
     for name, users in climbs:
         Console(stderr=True).print(f"{name}: {TECHNIQUES[name][0]}, against not so; {users} at once ...", highlight=False)
         rungs.append(climb(workshop, settings, prompts, name, users, chosen.repeats))
