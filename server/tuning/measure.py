@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -16,7 +17,7 @@ from kernels.batch import KVTensors
 from server.compose import Parts
 from server.speculation import pass_ms
 from server.tuning.record import DraftSample, StepCost
-from server.tuning.traces import Curve, DraftCost
+from server.tuning.traces import Curve, DraftCost, StepCurves
 from spec.config import EngineConfig
 from spec.cost_table import CostTable
 from spec.inputs import build_inputs
@@ -27,7 +28,9 @@ from spec.tree import EMPTY_TREE
 K = TypeVar("K", bound=Hashable)
 
 CONTEXT = 1024  # keys of the passes that tell the cost of keys
+KEYED = 64  # prompt tokens of the pass that tells the cost of keys
 STORE_TOKENS = 4096
+FEW = 10  # steps that a figure is not made of unless there are no more
 LOOK_MS = 0.01  # of a drafter that is asked and finds nothing, before it was seen to
 
 
@@ -48,6 +51,11 @@ def decode_table(parts: Parts, page_size: int, seconds: float) -> CostTable:
     return table
 
 
+def probe_ms(target: TargetModel, config: EngineConfig) -> float:
+    """How fast the machine is just now: a pass over one row, the middle of a few."""
+    return statistics.median(pass_ms(target, config, 1, 0, 1) for _ in range(5))
+
+
 def chunk_ms(target: TargetModel, config: EngineConfig, tokens: int, context: int) -> float:
     """Milliseconds of a pass over `tokens` prompt tokens behind `context` keys, the last one scored."""
     size = config.page_size
@@ -63,17 +71,21 @@ def chunk_ms(target: TargetModel, config: EngineConfig, tokens: int, context: in
 def chunk_curve(parts: Parts, sizes: Sequence[int], repeats: int) -> tuple[Curve, float]:
     """(milliseconds by prompt tokens of a pass, what a committed key adds to one prompt token)."""
     target, config = target_of(parts, parts.settings.page_size)
-    wanted = [(tokens, 0) for tokens in sizes] + [(64, CONTEXT)]
+    longest = min(parts.model.context, STORE_TOKENS)
+    sizes = [tokens for tokens in sizes if tokens <= longest] or [1]
+    keys = max(0, min(CONTEXT, longest - KEYED))
+    wanted = [(tokens, 0) for tokens in {*sizes, min(KEYED, longest)}] + [(min(KEYED, longest), keys)]
     taken = _in_turn({key: partial(chunk_ms, target, config, *key) for key in wanted}, repeats)
     curve = Curve(tuple((float(tokens), taken[tokens, 0]) for tokens in sizes))
-    return curve, max(0.0, taken[64, CONTEXT] - curve.at(64)) / (64 * CONTEXT)
+    tokens = min(KEYED, longest)
+    return curve, max(0.0, taken[tokens, keys] - taken[tokens, 0]) / max(1, tokens * keys)
 
 
 def page_factors(parts: Parts, sizes: Sequence[int], context: int, repeats: int) -> dict[int, float]:
     """A decoding pass over two rows behind `context` keys, by page size, as a share of the settings' own page size."""
     here = parts.settings.page_size
     stores = {size: target_of(parts, size) for size in {*sizes, here}}
-    context = min(context, STORE_TOKENS // 2)
+    context = min(context, STORE_TOKENS // 2, parts.model.context // 2)
     taken = _in_turn({size: partial(pass_ms, *at, 2, context, 1) for size, at in stores.items()}, repeats)
     return {size: taken[size] / taken[here] for size in sizes}
 
@@ -96,17 +108,44 @@ def middle(values: Iterable[float]) -> float:
     return sum(inner) / len(inner) if inner else 0.0
 
 
-def overhead_curve(costs: Sequence[StepCost]) -> Curve:
-    """Milliseconds of a step that are neither pass nor drafting, by sequences."""
-    by_count: dict[int, list[float]] = {}
-    for cost in costs:
-        by_count.setdefault(cost.sequences, []).append(cost.other * 1e3)
-    enough = {count: values for count, values in by_count.items() if len(values) >= 5} or by_count
-    return (
-        Curve(tuple((float(count), middle(values)) for count, values in sorted(enough.items())))
-        if enough
-        else Curve(((1, 0.0),))
-    )
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Steps of one run, and how fast the machine was then: milliseconds of a pass over one row, by the table over as probed."""
+
+    costs: Sequence[StepCost]
+    speed: float
+
+
+def step_curves(samples: Sequence[Sample], decode: CostTable, context: float) -> StepCurves:
+    """`context`: keys a sequence holds on average."""
+    other: dict[int, list[float]] = {}
+    cold: dict[int, list[float]] = {}
+    for sample in samples:
+        for cost in sample.costs:
+            expected = decode.pass_ms(cost.sequences + cost.nodes, int(context * cost.sequences), cost.sequences)
+            other.setdefault(cost.sequences, []).append(cost.other * 1e3 * sample.speed)
+            cold.setdefault(cost.sequences, []).append(cost.verify * 1e3 * sample.speed / expected)
+    return StepCurves(_line(other), _by_count(cold))
+
+
+def _by_count(values: Mapping[int, list[float]]) -> Curve:
+    """Through the middle of every count that was seen often enough, and no further; 1 where nothing was seen."""
+    enough = {count: seen for count, seen in values.items() if len(seen) >= FEW} or dict(values)
+    points = tuple((float(count), middle(seen)) for count, seen in sorted(enough.items()))
+    return Curve(points or ((1.0, 1.0),), goes_on=False)
+
+
+def _line(values: Mapping[int, list[float]]) -> Curve:
+    """The rising line closest to the middles (least squares, each weighed by how often it was seen); 0 where nothing was seen."""
+    seen = [(float(count), middle(each), len(each)) for count, each in sorted(values.items())]
+    if not seen:
+        return Curve(((1.0, 0.0),))
+    weight = sum(n for _, _, n in seen)
+    x0, y0 = sum(x * n for x, _, n in seen) / weight, sum(y * n for _, y, n in seen) / weight
+    spread = sum((x - x0) ** 2 * n for x, _, n in seen)
+    slope = max(0.0, sum((x - x0) * (y - y0) * n for x, y, n in seen) / spread) if spread else 0.0
+    first = max(0.0, y0 + slope * (1.0 - x0))
+    return Curve(((1.0, first), (2.0, first + slope)))
 
 
 def draft_costs(samples: Sequence[DraftSample]) -> dict[str, DraftCost]:

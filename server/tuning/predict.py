@@ -93,18 +93,33 @@ def predict(
     concurrency: int,
     speculator: Callable[[], Speculator],
     temperature: float = 0.0,
+    group: int = 0,
+    passes: int = 1,
 ) -> Prediction:
-    """The workload in the order given, `concurrency` conversations at once, a new one when one ends."""
+    """The workload in the order given, `concurrency` conversations at once, a new one when one ends.
+
+    `group`: so many are answered to the end before the next one is begun; 0 = no such pauses.
+    `passes`: the workload is answered so often, and the last time counts: what the speculator learns it has learnt by then.
+    """
     run = _Run(machine, choice, speculator() if choice.drafters else None)
-    sampling, policy = SamplingParams(max_tokens=1 << 30, temperature=temperature), SpeculationPolicy()
-    waiting = deque(View(i, trace, sampling, policy) for i, trace in enumerate(traces) if trace.answer)
-    while waiting or run.views:
-        while waiting and len(run.views) < concurrency:
-            view = waiting.popleft()
-            view.submitted = run.result.total_ms
-            run.views.append(view)
-        run.step()
+    for _ in range(passes):
+        run.result = Prediction()
+        _answer(run, traces, concurrency, temperature, group)
     return run.result
+
+
+def _answer(run: _Run, traces: Sequence[Trace], concurrency: int, temperature: float, group: int) -> None:
+    sampling, policy = SamplingParams(max_tokens=1 << 30, temperature=temperature), SpeculationPolicy()
+    views = [View(i, trace, sampling, policy) for i, trace in enumerate(traces) if trace.answer]
+    size = group or max(1, len(views))
+    for first in range(0, len(views), size):
+        waiting = deque(views[first : first + size])
+        while waiting or run.views:
+            while waiting and len(run.views) < concurrency:
+                view = waiting.popleft()
+                view.submitted = run.result.total_ms
+                run.views.append(view)
+            run.step()
 
 
 class _Run:
@@ -112,7 +127,7 @@ class _Run:
         self.machine = machine
         self.choice = choice
         self.speculator = speculator
-        self.overhead = machine.drafting_overhead if speculator is not None else machine.overhead
+        self.curves = machine.plain if speculator is None else machine.drafting
         self.factor = machine.pages.get(choice.page_size, 1.0)
         self.views: list[View] = []
         self.result = Prediction()
@@ -127,8 +142,10 @@ class _Run:
         trees, draft_ms, each = self._draft(decoding, load)
         rows = len(decoding) + sum(len(tree) for tree in trees)
         context = sum(view.num_kv for view in decoding)
-        target = self.factor * machine.pass_ms(rows, context, max(1, len(decoding)), prompt_tokens, prompt_context)
-        total = target + draft_ms + self.overhead.at(max(1, load.sequences))
+        count = max(1, load.sequences)
+        target = self.factor * self.curves.cold.at(count)
+        target *= machine.pass_ms(rows, context, max(1, len(decoding)), prompt_tokens, prompt_context)
+        total = target + draft_ms + self.curves.overhead.at(count)
         result.total_ms += total
         result.pass_ms += target
         result.draft_ms += draft_ms

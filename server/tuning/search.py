@@ -23,7 +23,8 @@ SHAPES = ("chain:1", "chain:2", "chain:4")
 CHUNKS = (64, 128, 256, 512)
 PAGES = (8, 16, 32, 64)
 LOADS = (1, 2, 4, 8, 16, 32)
-CLOSE = 0.01  # a chunk or page size must promise this much more than the usual one to be chosen
+PASSES = 2  # over the workload, of which the last counts
+CLOSE = 0.03  # a chunk or page size must promise this much more than the usual one to be chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class Workload:
     vocab_size: int
     temperature: float = 0.0
 
-    def predict(self, choice: Choice, concurrency: int) -> Prediction:
+    def predict(self, choice: Choice, concurrency: int, group: int = 0) -> Prediction:
         def speculator() -> Speculator:
             if choice.tree_shape:
                 return ShapeSpeculator(choice.tree_shape, vocab_size=self.vocab_size)
@@ -44,7 +45,7 @@ class Workload:
             calibration.restore(self.calibration.dump())
             return PriceSpeculator(calibration, copy.deepcopy(self.machine.decode), vocab_size=self.vocab_size)
 
-        return predict(self.traces, self.machine, choice, concurrency, speculator, self.temperature)
+        return predict(self.traces, self.machine, choice, concurrency, speculator, self.temperature, group, PASSES)
 
 
 def drafter_sets(names: Sequence[str]) -> list[tuple[str, ...]]:

@@ -9,7 +9,7 @@ import dataclasses
 import itertools
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -17,9 +17,9 @@ from server.compose import Parts, default_speculator, make_engine
 from server.local import Completion, run_requests
 from server.settings import Settings
 from server.speculation import KeptSpeculator
-from server.tuning.measure import chunk_curve, decode_table, draft_costs, overhead_curve, page_factors
+from server.tuning.measure import Sample, chunk_curve, decode_table, draft_costs, page_factors, probe_ms, step_curves, target_of
 from server.tuning.predict import Choice
-from server.tuning.record import DraftSample, Recorder, StepCost, metered
+from server.tuning.record import DraftSample, Recorder, metered
 from server.tuning.search import CHUNKS, PAGES, Workload
 from server.tuning.traces import Machine, Trace
 from spec.calibration import Calibration
@@ -33,10 +33,20 @@ from spec.target import TargetModel
 
 CAPS = (1, 2, 3, 4, 6, 10, 16)  # depths in turn, for the cost of drafting
 CHUNK_SIZES = (8, 16, 32, *CHUNKS)
-SAMPLE_TOKENS = 48  # longest answer of the runs that tell costs
+ROUNDS = 3  # of such runs, so that one slow second does not count
+SAMPLE_TOKENS = 32  # longest answer of the runs that tell costs
 SAMPLE_PROMPTS = 4  # of each such run, or as many as there are places
 
 Note = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Confirmation:
+    """Figures of each choice."""
+
+    rates: list[float]  # tokens a second
+    even_rates: list[float]  # the same had the machine been as fast all the time as when the tables were made
+    acceptance_lengths: list[float]
 
 
 @dataclass(slots=True)
@@ -72,31 +82,40 @@ class Session:
         """Every table that predictions read."""
         note("timing passes")
         decode = decode_table(self.parts, self.parts.settings.page_size, seconds=4.0)
-        for step in recorder.steps:  # real steps move the curve to where the workload is
-            decode.record(step.nodes, step.load.context, step.load.sequences, step.target_ms, None)
         note("timing prompt chunks")
-        chunk, per_key = chunk_curve(self.parts, CHUNK_SIZES, repeats=5)
+        chunk, per_key = chunk_curve(self.parts, CHUNK_SIZES, repeats=9)
         note("timing page sizes")
         contexts = [step.load.context for step in recorder.steps] or [1]
         pages = page_factors(self.parts, PAGES, int(statistics.median(contexts)), repeats=15)
-        plain: list[StepCost] = []
-        drafting: list[StepCost] = []
-        samples: list[DraftSample] = []
+        target, config = target_of(self.parts, self.parts.settings.page_size)
+        once = decode.pass_ms(1, 0, 1)
+
+        def sampled(engine: Engine, requests: Sequence[Request], load: int) -> Sample:
+            before = probe_ms(target, config)
+            costs = metered(engine, self._fresh(requests), load).costs
+            return Sample(costs, 2.0 * once / (before + probe_ms(target, config)))
+
+        plain: list[Sample] = []
+        drafting: list[Sample] = []
+        drafts: list[DraftSample] = []
         for load in sorted({1, *self.loads}):
-            note(f"timing steps, {load} at once")
             few = self._sample(load)
-            plain += metered(make_engine(self.parts, "none"), self._fresh(few), load).costs
-            drafting += metered(self._engine(self._default()), self._fresh(few), load).costs
-            capped = Recorder(self.calibration, CAPS)
-            metered(self._recording(capped), self._fresh(few), load)
-            samples += capped.samples
+            engines = make_engine(self.parts, "none"), self._engine(self._default())
+            for turn in range(ROUNDS):
+                note(f"timing steps, {load} at once, {turn + 1} of {ROUNDS}")
+                capped = Recorder(self.calibration, CAPS)
+                plain.append(sampled(engines[0], few, load))
+                drafting.append(sampled(engines[1], few, load))
+                speed = sampled(self._recording(capped), few, load).speed
+                drafts += [replace(s, ms={name: ms * speed for name, ms in s.ms.items()}) for s in capped.samples]
+        context = statistics.mean(len(r.prompt_ids) + min(SAMPLE_TOKENS, r.sampling.max_tokens) / 2 for r in self.requests)
         return Machine(
             decode=decode,
             chunk=chunk,
             chunk_per_key=per_key,
-            overhead=overhead_curve(plain),
-            drafting_overhead=overhead_curve(drafting),
-            drafts=draft_costs(samples),
+            plain=step_curves(plain, decode, context),
+            drafting=step_curves(drafting, decode, context),
+            drafts=draft_costs(drafts),
             pages=pages,
         )
 
@@ -106,16 +125,44 @@ class Session:
 
     # --- confirming ---------------------------------------------------------------------------------------------------
 
-    def confirm(self, choices: Sequence[Choice], load: int, repeats: int, note: Note) -> list[float]:
-        """Tokens a second of each choice: runs in turn, medians."""
-        rates: list[list[float]] = [[] for _ in choices]
-        for repeat in range(repeats):
-            order = list(range(len(choices)))
-            for at in order if repeat % 2 == 0 else reversed(order):
-                note(f"confirming, {load} at once")
-                engine = self._engine(self.settings(choices[at]))
-                rates[at].append(_rate(run_requests(engine, self._fresh(self.requests), load)))
-        return [statistics.median(values) for values in rates]
+    def confirm(self, choices: Sequence[Choice], load: int, repeats: int, once_ms: float, note: Note) -> Confirmation:
+        """All choices side by side: group after group of requests through every engine, in another order every time.
+
+        Of the repeats of a group the middle one counts, so that a stall of the machine moves nothing. `once_ms`: a pass over one row when
+        the tables were made; probes between the runs tell how fast the machine is now.
+        """
+        note(f"confirming, {load} at once")
+        engines = [self._engine(self.settings(choice)) for choice in choices]
+        probe, config = target_of(self.parts, self.parts.settings.page_size)
+        for engine in engines:
+            run_requests(engine, self._fresh(self._sample(1)[:1]), 1)  # warms up
+        size = group_size(load)
+        starts = range(0, len(self.requests), size)
+        raw: list[list[list[float]]] = [[[] for _ in starts] for _ in choices]
+        even: list[list[list[float]]] = [[[] for _ in starts] for _ in choices]
+        tokens, steps = [0] * len(choices), [[0, 0] for _ in choices]
+        before = probe_ms(probe, config)
+        for repeat in range(repeats + 1):  # the first time is for learning
+            fresh = self._fresh(self.requests)
+            for turn, start in enumerate(starts):
+                for offset in range(len(choices)):
+                    at = (offset + turn + repeat) % len(choices)
+                    answers = run_requests(engines[at], fresh[start : start + size], load)
+                    after = probe_ms(probe, config)
+                    seconds, speed = _seconds(answers), 2.0 * once_ms / (before + after)
+                    before = after
+                    if repeat == 0:
+                        tokens[at] += sum(len(c.token_ids) for c in answers)
+                        continue
+                    raw[at][turn].append(seconds)
+                    even[at][turn].append(seconds * speed)
+                    steps[at][0] += sum(max(0, len(c.step_sizes) - 1) for c in answers)
+                    steps[at][1] += sum(sum(c.step_sizes[1:]) for c in answers)
+        return Confirmation(
+            rates=[count / _of_middles(each) for count, each in zip(tokens, raw, strict=True)],
+            even_rates=[count / _of_middles(each) for count, each in zip(tokens, even, strict=True)],
+            acceptance_lengths=[brought / max(1, passes) for passes, brought in steps],
+        )
 
     def settings(self, choice: Choice) -> Settings:
         """The session's settings with a choice's."""
@@ -163,13 +210,20 @@ class Session:
         ]
 
 
-def _rate(completions: Sequence[Completion]) -> float:
-    """Tokens a second from the first submission to the last token."""
+def group_size(load: int) -> int:
+    """Requests that a confirming run answers in one go: enough that places are taken again."""
+    return 2 * load if load > 1 else 1
+
+
+def _of_middles(repeats: Sequence[Sequence[float]]) -> float:
+    """Seconds in all, the middle of its repeats for every group."""
+    return max(1e-9, sum(map(statistics.median, repeats)))
+
+
+def _seconds(completions: Sequence[Completion]) -> float:
+    """From the first submission to the last token."""
     answered = [c for c in completions if c.token_times]
-    if not answered:
-        return 0.0
-    seconds = max(c.token_times[-1] for c in answered) - min(c.submitted for c in answered)
-    return sum(len(c.token_ids) for c in answered) / seconds
+    return max(c.token_times[-1] for c in answered) - min(c.submitted for c in answered) if answered else 0.0
 
 
 def known_calibration(parts: Parts) -> Calibration:

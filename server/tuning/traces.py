@@ -25,14 +25,18 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A piecewise-linear curve through (x, y), flat before the first x and on with the last slope (never falling) after the last."""
+    """A piecewise-linear curve through (x, y), flat before the first x; after the last it goes on with the last slope (never
+    falling), or stays where it is."""
 
     points: tuple[tuple[float, float], ...]
+    goes_on: bool = True
 
     def at(self, x: float) -> float:
         points = self.points
         if len(points) == 1 or x <= points[0][0]:
             return points[0][1]
+        if x >= points[-1][0] and not self.goes_on:
+            return points[-1][1]
         i = min(max(bisect_right(points, (x, float("inf"))), 1), len(points) - 1)
         (left, low), (right, high) = points[i - 1], points[i]
         slope = (high - low) / (right - left)
@@ -52,18 +56,27 @@ class DraftCost:
 
 
 @dataclass(frozen=True, slots=True)
+class StepCurves:
+    """What steps cost besides the table of passes, by sequences: milliseconds that are neither pass nor drafting, and how much slower
+    a pass is between other work than alone and again and again (caches are cold)."""
+
+    overhead: Curve
+    cold: Curve = Curve(((1.0, 1.0),))
+
+
+@dataclass(frozen=True, slots=True)
 class Machine:
     """Every cost of a step, in milliseconds.
 
     `decode`: T(rows, context, sequences) of scored rows. `chunk`: a pass over so many prompt tokens, of which the last is scored.
-    `chunk_per_key`: what a committed key adds to a prompt token. `overhead`: what else a step costs, by sequences;
-    `drafting_overhead`: the same where drafts are weighed, without the drafters' own time. `pages`: the factor on passes by page size.
+    `chunk_per_key`: what a committed key adds to a prompt token. `plain` and `drafting`: steps without and with drafters.
+    `pages`: the factor on passes by page size.
     """
 
     decode: CostTable
     chunk: Curve
-    overhead: Curve
-    drafting_overhead: Curve
+    plain: StepCurves
+    drafting: StepCurves
     drafts: Mapping[str, DraftCost] = field(default_factory=dict)
     pages: Mapping[int, float] = field(default_factory=dict)
     chunk_per_key: float = 0.0
