@@ -148,8 +148,10 @@ def tune(
     temperature: Temperature = 0.0,
     seed: Seed = None,
     concurrency: Annotated[str, typer.Option("--concurrency", help="comma list of loads to tune for")] = "1,4",
-    repeats: Annotated[int, typer.Option("--repeats", min=1, help="runs that confirm a configuration, medians count")] = 2,
-    minutes: Annotated[float, typer.Option("--minutes", min=0.1, help="searching ends at half of this")] = 10.0,
+    repeats: Annotated[int, typer.Option("--repeats", min=1, help="runs that confirm a configuration, medians count")] = 3,
+    minutes: Annotated[
+        float, typer.Option("--minutes", min=0.1, help="time for all of it; searching takes at most 0.4 of it")
+    ] = 10.0,
     out: Annotated[Path, typer.Option("--out", help="the config that is written, for serve --config")] = Path("tuned.toml"),
     plot: Annotated[Path | None, typer.Option("--plot", help="write the speed by load as SVG")] = None,
     live: Annotated[str | None, typer.Option("--live", help="a running server's address: say what to change there")] = None,

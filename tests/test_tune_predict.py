@@ -193,10 +193,11 @@ def test_a_size_that_promises_nothing_is_left_as_it_was() -> None:
     assert all(f.choice.page_size == 16 for f in finalists(search(work, ["guess"], Choice(), [1]), Choice()))
 
 
-def test_a_search_without_time_still_ranks_plain_decoding() -> None:
+def test_a_search_without_time_still_ranks_plain_decoding_and_all_drafters() -> None:
     work = workload([trace([4] * 10)], machine_of())
     ranked = search(work, ["guess"], Choice(), [1], time_is_up=lambda: True)
-    assert [entry.choice.drafters for entry in ranked] == [()]
+    assert {entry.choice.drafters for entry in ranked} == {(), ("guess",)}
+    assert len(ranked) == 2
 
 
 def test_the_load_is_found_at_which_speculation_stops_paying() -> None:

@@ -29,7 +29,7 @@ from server.tuning.session import Session, group_size, known_calibration
 from spec.errors import ConfigError
 
 GOAL = 5.0  # percent of mean error between predicted and measured
-SEARCH_SHARE = 0.5  # of the time, by which searching ends
+SEARCH_SHARE = 0.4  # of the time that searching may take
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +76,8 @@ def run(
 
         def note(text: str) -> None:
             progress.update(task, description=text)
+            if not progress.console.is_terminal:  # a bar is of no use in a log
+                print(f"{time.monotonic() - began:6.1f} s  {text}", file=sys.stderr, flush=True)
 
         def tried(done: int, total: int) -> None:
             progress.update(task, description="predicting", completed=done, total=total)
@@ -83,7 +85,8 @@ def run(
         traces, recorder = session.record(note)
         workload = session.workload(traces, session.measure(recorder, note))
         names = [item.split(":")[0] for item in drafters.split(",")]
-        stop = began + 60.0 * minutes * SEARCH_SHARE
+        stop = time.monotonic() + 60.0 * minutes * SEARCH_SHARE
+        note("predicting")
         ranked = search(workload, names, session.usual, loads, tried, lambda: time.monotonic() > stop)
         best = finalists(ranked, session.usual)
         plain = next(r for r in ranked if not r.choice.drafters and _same_sizes(r.choice, session.usual))

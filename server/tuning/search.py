@@ -54,8 +54,9 @@ def drafter_sets(names: Sequence[str]) -> list[tuple[str, ...]]:
 
 
 def choices(names: Sequence[str], usual: Choice) -> Iterator[Choice]:
-    """Plain decoding first, then every set of drafters with every budget and shape, at the usual chunk and page size."""
+    """Plain decoding first, then all drafters as usual, then every set of them with every budget and shape; sizes stay as usual."""
     yield replace(usual, drafters=(), tree_shape="")
+    yield replace(usual, drafters=tuple(names), tree_shape="")
     for drafters in drafter_sets(names):
         for budget in BUDGETS:
             yield replace(usual, drafters=drafters, max_tree_nodes=budget, tree_shape="")
@@ -83,9 +84,9 @@ def search(
     """All configurations, best first; plain decoding is among them. Drafts are chosen first, then sizes with the best drafts:
     page size moves every pass alike and chunk size the prompts, so neither changes which drafts are best.
 
-    When time is up what was tried is ranked.
+    When time is up what was tried is ranked; plain decoding and all drafters together are always among it.
     """
-    wanted = list(choices(names, usual))
+    wanted = list(dict.fromkeys(choices(names, usual)))
     sizes = [
         (chunk, page)
         for chunk in sorted({*CHUNKS, usual.chunk_tokens})
@@ -106,7 +107,7 @@ def search(
         on_tried(done, total)
 
     for choice in wanted:
-        if ranked and time_is_up():
+        if len(ranked) > 1 and time_is_up():
             break
         attempt(choice)
     best = max(ranked, key=lambda r: r.worth).choice
