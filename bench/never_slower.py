@@ -112,6 +112,7 @@ def groups(prompts: Sequence[Prompt], load: int, repeat: int) -> list[Prompt]:
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--prompts", type=Path, required=True)
+    parser.add_argument("--model", default=Settings().model)
     parser.add_argument("--loads", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--categories", nargs="+", default=None)
     parser.add_argument("--max-tokens", type=int, default=128)
@@ -119,13 +120,21 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--drafters", default="auto")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--kv-memory", type=int, default=Settings().kv_memory, help="bytes of each engine's keys and values")
+    parser.add_argument("--cache-dir", default=Settings().cache_dir)
     parser.add_argument("--least", type=float, default=LEAST, help="exit 1 below this ratio")
     return parser.parse_args(arguments)
 
 
+def _settings(args: argparse.Namespace) -> Settings:
+    return Settings(
+        model=args.model, drafters=args.drafters, threads=args.threads, kv_memory=args.kv_memory, cache_dir=args.cache_dir
+    )
+
+
 def main(arguments: Sequence[str]) -> int:
     args = parse(arguments)
-    parts = load_parts(Settings(drafters=args.drafters, threads=args.threads))
+    parts = load_parts(_settings(args))
     by_category: dict[str, list[Prompt]] = {}
     for prompt in read_prompts(args.prompts):
         by_category.setdefault(prompt.category, []).append(prompt)
