@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.tuning.predict import Choice, View, accepted_path, offered, predict
-from server.tuning.search import Workload, by_load, choices, finalists, search, stops_paying
+from server.tuning.search import LoadPoint, Workload, by_load, choices, finalists, search, stops_paying, verdict
 from server.tuning.traces import Curve, DraftCost, Machine, StepCurves, Trace, kept
 from spec.calibration import Calibration
 from spec.cost_table import CostTable
@@ -209,3 +209,18 @@ def test_the_load_is_found_at_which_speculation_stops_paying() -> None:
     costly = replace(steep, decode=machine_of(first=4.0, each_row=2.0).decode)
     end = stops_paying(by_load(workload(traces, costly), Choice(("guess",), tree_shape="chain:2"), (1, 2, 4, 8)))
     assert end is not None
+
+
+@pytest.mark.parametrize(
+    ("ratios", "end", "words"),
+    [
+        ([1.2, 1.1], None, "every load"),
+        ([0.9, 0.8], 1, "no load"),
+        ([1.2, 0.9], 2, "stops paying at 2"),
+        ([0.9, 1.2], None, "at 2 at once only"),
+    ],
+)
+def test_the_verdict_says_where_it_pays(ratios: list[float], end: int | None, words: str) -> None:
+    points = [LoadPoint(load, 100.0, 100.0 * ratio) for load, ratio in zip((1, 2), ratios, strict=True)]
+    assert stops_paying(points) == end
+    assert words in verdict(points)

@@ -24,7 +24,7 @@ from server.settings import Settings
 from server.tuning.config_file import config_text
 from server.tuning.plot import by_load_svg, by_load_text
 from server.tuning.predict import Choice
-from server.tuning.search import LoadPoint, Ranked, by_load, finalists, search, stops_paying
+from server.tuning.search import LoadPoint, Ranked, by_load, finalists, search, stops_paying, verdict
 from server.tuning.session import Session, group_size, known_calibration
 from spec.errors import ConfigError
 
@@ -223,8 +223,5 @@ def show(
         highlight=False,
     )
     console.print(by_load_text(points, name_of(drafting.choice)), highlight=False, markup=False)
-    end = report["stops_paying_at"]
-    console.print(
-        "speculation pays at every load tried" if end is None else f"speculation stops paying at {end} at once", highlight=False
-    )
+    console.print(verdict(points), highlight=False)
     console.print(f"written: {report['config']}; use it with: forespeak serve --config {report['config']}", highlight=False)

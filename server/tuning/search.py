@@ -166,10 +166,23 @@ def by_load(workload: Workload, choice: Choice, loads: Sequence[int] = LOADS) ->
 
 
 def stops_paying(points: Sequence[LoadPoint]) -> int | None:
-    """The lowest load from which on drafting is no faster than plain decoding; None = it pays at all loads tried."""
+    """The lowest load from which on drafting is no faster than plain decoding; None = it is faster at the highest load tried."""
     found = None
     for point in reversed(points):
         if point.drafting > point.plain:
             break
         found = point.concurrency
     return found
+
+
+def verdict(points: Sequence[LoadPoint]) -> str:
+    """Where drafting pays, in a sentence."""
+    paying = [point.concurrency for point in points if point.drafting > point.plain]
+    end = stops_paying(points)
+    if len(paying) == len(points):
+        return "speculation pays at every load tried"
+    if not paying:
+        return "speculation pays at no load tried"
+    if end is not None:
+        return f"speculation stops paying at {end} at once"
+    return f"speculation pays at {', '.join(map(str, paying))} at once only"
