@@ -209,6 +209,7 @@ def test_latencies_of_one_answer() -> None:
     assert figures.token_gaps_ms(each) == pytest.approx([100, 0, 0, 300, 0])
     assert figures.token_gaps_ms(answer([1.5, 1.6], None)) is None
     assert figures.tpot_ms(answer([1.5], [1])) is None
+    assert figures.tpot_ms(answer([1.5], [4])) is None  # all at once: no time that could be shared out
     assert figures.ttft_ms(replace(each, finish_reason="error")) is None
 
 

@@ -41,9 +41,9 @@ def e2e_ms(answer: Answer) -> float | None:
 
 
 def tpot_ms(answer: Answer) -> float | None:
-    """Without chunk sizes the first chunk counts as one token."""
+    """Without chunk sizes the first chunk counts as one token; an answer that came in one piece has no such figure."""
     after = _after_first(answer)
-    return _decode_seconds(answer) * 1e3 / after if answer.ok and after > 0 else None
+    return _decode_seconds(answer) * 1e3 / after if answer.ok and after > 0 and len(answer.chunk_times) > 1 else None
 
 
 def chunk_gaps_ms(answer: Answer) -> list[float]:
