@@ -1,8 +1,8 @@
 """One answer being made: engine events in, text pieces out. Knows incremental decoding, stop strings and what is counted;
 refuses to know sockets and JSON shapes.
 
-Text, ids, log probabilities, usage and draft counts are cut at the same token. Pieces wait here and merge until they are taken,
-so a slow reader costs memory for text only.
+Text, ids, log probabilities, usage and draft counts are cut at the same token. Stop strings look at what is said, not at
+reasoning. Pieces wait here and merge until they are taken, so a slow reader costs memory for text only.
 """
 
 from __future__ import annotations
@@ -10,40 +10,71 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from server.api_error import ApiError, from_engine
+from server.channels import Channel, ChannelText
 from server.text import StopMatcher, TextStream
 from spec.request import FinishReason, Request, TokenEvent, TokenLogprob
 
 
+class Part(NamedTuple):
+    """What one token made visible: "" where text is held back or hidden. `drafter` is "" for a token nobody drafted."""
+
+    text: str
+    drafter: str = ""
+    channel: Channel = "content"
+
+
 @dataclass(slots=True)
 class Piece:
-    """Tokens not yet taken and the text they made visible. `parts` has (text, drafter or "") per token, and one for text
-    released at the end; a token whose text is held back or invisible has "" there."""
+    """Tokens not yet taken and the text they made visible. `parts` has one per token, and one for text released at the end."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    parts: list[tuple[str, str]] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
     drafted: int = 0
 
     @property
     def text(self) -> str:
-        return "".join([text for text, _ in self.parts])
+        """What is said; see `reasoning` for what is thought."""
+        return "".join([part.text for part in self.parts if part.channel == "content"])
+
+    @property
+    def reasoning(self) -> str:
+        return "".join([part.text for part in self.parts if part.channel == "reasoning"])
 
     @property
     def accepted(self) -> int:
-        return sum(1 for _, drafter in self.parts if drafter)
+        return sum(1 for part in self.parts if part.drafter)
 
     def runs(self) -> list[tuple[str, str]]:
         """The text in order, neighbours of the same origin joined."""
         joined: list[tuple[str, str]] = []
-        for text, drafter in self.parts:
+        for text, drafter, channel in self.parts:
+            if channel != "content":
+                continue
             if text and joined and joined[-1][1] == drafter:
                 joined[-1] = (joined[-1][0] + text, drafter)
             elif text:
                 joined.append((text, drafter))
         return joined
+
+    def by_channel(self) -> list[Piece]:
+        """Pieces of one channel each, in order. Marks go with the text before them, at the beginning with the text behind."""
+        if all(part.channel == "content" for part in self.parts):
+            return [self]
+        cuts, channel = [0], "mark"
+        for index, part in enumerate(self.parts):
+            if part.channel == "mark":
+                continue
+            if channel not in ("mark", part.channel):
+                cuts.append(index)
+            channel = part.channel
+        ends = [*cuts[1:], len(self.parts)]
+        split = [Piece(self.token_ids[a:b], self.logprobs[a:b], self.parts[a:b]) for a, b in zip(cuts, ends, strict=True)]
+        split[0].drafted = self.drafted
+        return split
 
     def extend(self, other: Piece) -> None:
         self.token_ids += other.token_ids
@@ -59,6 +90,7 @@ class Figures:
     prompt_tokens: int
     cached_tokens: int = 0
     completion_tokens: int = 0
+    reasoning_tokens: int = 0  # of the completion tokens, those of reasoning; marks and headers are in neither part
     drafted: int = 0
     accepted: int = 0
     steps: int = 0  # target passes that delivered tokens
@@ -130,7 +162,8 @@ class Generation:
         self.stop_token: int | None = None
         self.error: ApiError | None = None
         self.token_gap = 0.0  # seconds between the last two events that brought tokens
-        self._text = text
+        constrained = request.sampling.grammar is not None
+        self._text = ChannelText.of(text, request.prompt_ids, constrained=constrained)
         self._stops = stops
         self.notify = notify
         self._on_end = on_end
@@ -151,7 +184,7 @@ class Generation:
 
     def pending_chars(self) -> int:
         """Characters waiting to be taken."""
-        return sum(len(text) for text, _ in self._piece.parts)
+        return sum(len(part.text) for part in self._piece.parts)
 
     def on_event(self, event: TokenEvent) -> None:
         """Take one event of the engine. Events after the end are ignored."""
@@ -201,11 +234,13 @@ class Generation:
         matched = False
         for index, token in enumerate(ids):
             # An end token was generated and is counted, and has no text.
-            text = self._text.push_one(token) if index < visible else ""
-            if text and self._stops is not None:
+            text, channel = self._text.push_one(token) if index < visible else ("", self._text.channel)
+            if channel == "reasoning":
+                self.figures.reasoning_tokens += 1
+            elif text and self._stops is not None:
                 text, matched = self._stops.push(text)
             piece.token_ids.append(token)
-            piece.parts.append((text, sources[index] if index < len(sources) else ""))
+            piece.parts.append(Part(text, sources[index] if index < len(sources) else "", channel))
             if event.logprobs:
                 piece.logprobs.append(event.logprobs[index])
             if matched:
@@ -214,9 +249,11 @@ class Generation:
 
     def _flush(self) -> None:
         """Release text that was held back; an incomplete character at the very end is dropped."""
-        rest = self._text.finish() + (self._stops.finish() if self._stops is not None else "")
+        rest = self._text.finish()
+        if self._stops is not None:
+            rest = self._stops.push(rest)[0] + self._stops.finish()
         if rest:
-            self._piece.parts.append((rest, ""))
+            self._piece.parts.append(Part(rest))
 
     def _end(self, reason: FinishReason) -> None:
         self.finish_reason = reason

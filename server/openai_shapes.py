@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from server import shapes
-from server.generation import Generation, Piece
+from server.generation import Figures, Generation, Piece
 from server.service import Service
 from server.tool_shapes import CallReader
 from server.tools import Tools
@@ -19,6 +19,12 @@ from server.tools import Tools
 
 def new_id(prefix: str) -> str:
     return prefix + secrets.token_urlsafe(18)
+
+
+def usage(figures: Sequence[Figures], n: int = 1) -> dict[str, Any]:
+    """Usage of an endpoint whose answers may hold reasoning."""
+    reasoning = sum(f.reasoning_tokens for f in figures)
+    return shapes.usage(figures, n) | {"completion_tokens_details": {"reasoning_tokens": reasoning}}
 
 
 class Shape(Protocol):
@@ -61,7 +67,13 @@ class ChatShape:
         return self._chunk(index, {"role": "assistant", "content": ""}, None, None)
 
     def chunks(self, index: int, piece: Piece) -> list[dict[str, Any]]:
+        return [chunk for part in piece.by_channel() for chunk in self._part(index, part)]
+
+    def _part(self, index: int, piece: Piece) -> list[dict[str, Any]]:
+        """Chunks of one channel's text."""
         logprobs = self._logprobs(piece)
+        if reasoning := piece.reasoning:
+            return [self._chunk(index, {"reasoning_content": reasoning}, logprobs, None)]
         if not self._readers:
             return [self._chunk(index, {"content": piece.text}, logprobs, None)]
         deltas = self._readers[index].feed(piece.text) or ([{}] if logprobs is not None else [])
@@ -90,6 +102,8 @@ class ChatShape:
             reader.feed(piece.text)
             reader.finish()
             message, reason = reader.message(), reader.reason(reason)
+        if reasoning := piece.reasoning:
+            message["reasoning_content"] = reasoning
         return {
             "index": index,
             "message": {"role": "assistant", "refusal": None} | message,

@@ -1,6 +1,7 @@
 """Words one response of the Responses API: its events in order and its object. Knows shapes; refuses to know transports.
 
-An answer is a list of output items: a message for its text, a function_call for each call. One is open at a time.
+An answer is a list of output items: a reasoning item for what the model thinks, a message for its text, a function_call for each
+call. One is open at a time.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import msgspec
 from server import shapes
 from server.api_error import ApiError
 from server.generation import Generation, Piece
-from server.openai_shapes import new_id
+from server.openai_shapes import new_id, usage
 from server.ports import Tokenizer
 from server.responses_types import ResponsesRequest
 from server.tool_events import CallArguments, CallEnd, CallStart, Text, ToolEvent
@@ -27,18 +28,29 @@ Event = dict[str, Any]
 
 @dataclass(slots=True)
 class _Item:
-    """One output item. A message has text, a call its name and the arguments' JSON text."""
+    """One output item. A message and reasoning have text, a call its name and the arguments' JSON text."""
 
     id: str
     index: int
     call: CallStart | None = None
+    thinks: bool = False
     text: str = ""
     logprobs: list[dict[str, Any]] = field(default_factory=list)
 
+    @property
+    def part(self) -> str:
+        """Type of its content part, and the name of that part's events."""
+        return "reasoning_text" if self.thinks else "output_text"
+
     def content(self) -> dict[str, Any]:
+        if self.thinks:
+            return {"type": self.part, "text": self.text}
         return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": self.logprobs}
 
     def object(self, status: str) -> dict[str, Any]:
+        if self.thinks:
+            content = [] if status == "in_progress" else [self.content()]
+            return {"id": self.id, "type": "reasoning", "summary": [], "status": status, "content": content}
         if self.call is None:
             content = [] if status == "in_progress" else [self.content()]
             return {"id": self.id, "type": "message", "role": "assistant", "status": status, "content": content}
@@ -88,12 +100,15 @@ class ResponseBuilder:
 
     def piece(self, piece: Piece) -> Iterator[Event]:
         """Events of new tokens."""
-        logprobs = [] if self._top is None else self._token_logprobs(piece)
-        if self._parser is None:
-            yield from self._say(piece.text, logprobs)
-            return
-        for event in self._parser.feed(piece.text):
-            yield from self._on_tool_event(event)
+        for part in piece.by_channel():
+            logprobs = [] if self._top is None else self._token_logprobs(part)
+            if reasoning := part.reasoning:
+                yield from self._think(reasoning)
+            elif self._parser is not None:
+                for event in self._parser.feed(part.text):
+                    yield from self._on_tool_event(event)
+            elif any(each.channel == "content" for each in part.parts):
+                yield from self._say(part.text, logprobs)
 
     def closing(self, generation: Generation) -> Iterator[Event]:
         """The last events: done for what is open, then completed, incomplete or failed."""
@@ -127,7 +142,8 @@ class ResponseBuilder:
         return self._event("response.output_item.added", output_index=item.index, item=item.object("in_progress"))
 
     def _say(self, text: str, logprobs: list[dict[str, Any]]) -> Iterator[Event]:
-        if self._open is None:
+        if self._open is None or self._open.thinks:
+            yield from self._close("completed")
             yield self._begin(_Item(new_id("msg_"), len(self._items)))
             part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
             yield self._of_item("response.content_part.added", self._items[-1], part=part)
@@ -137,12 +153,24 @@ class ResponseBuilder:
         if text or logprobs:
             yield self._of_item("response.output_text.delta", item, delta=text, logprobs=logprobs)
 
+    def _think(self, text: str) -> Iterator[Event]:
+        if self._open is not None and self._open.call is not None:
+            return  # nothing may come between a call's pieces
+        if self._open is None or not self._open.thinks:
+            yield from self._close("completed")
+            yield self._begin(_Item(new_id("rs_"), len(self._items), thinks=True))
+            yield self._of_item("response.content_part.added", self._items[-1], part=self._items[-1].content())
+        item = self._items[-1]
+        item.text += text
+        yield self._of_item(f"response.{item.part}.delta", item, delta=text)
+
     def _close(self, status: str) -> Iterator[Event]:
         item, self._open = self._open, None
         if item is None:
             return
         if item.call is None:
-            yield self._of_item("response.output_text.done", item, text=item.text, logprobs=item.logprobs)
+            logprobs = {} if item.thinks else {"logprobs": item.logprobs}
+            yield self._of_item(f"response.{item.part}.done", item, text=item.text, **logprobs)
             yield self._of_item("response.content_part.done", item, part=item.content())
         else:
             kind = "response.function_call_arguments.done"
@@ -150,13 +178,17 @@ class ResponseBuilder:
         yield self._event("response.output_item.done", output_index=item.index, item=item.object(status))
 
     def _token_logprobs(self, piece: Piece) -> list[dict[str, Any]]:
-        return shapes.chat_logprobs(self._tokenizer, piece.token_ids, piece.logprobs, self._top or 0)
+        """Entries of the message's own tokens; those of reasoning and of marks have no place in it."""
+        said = [part.channel == "content" for part in piece.parts]
+        ids = [token for token, own in zip(piece.token_ids, said, strict=False) if own]
+        logprobs = [entry for entry, own in zip(piece.logprobs, said, strict=False) if own]
+        return shapes.chat_logprobs(self._tokenizer, ids, logprobs, self._top or 0)
 
     # ---- objects
 
     def message(self) -> dict[str, Any]:
         """The answer as a plain message, for the next turn."""
-        text = "".join(item.text for item in self._items if item.call is None)
+        text = "".join(item.text for item in self._items if item.call is None and not item.thinks)
         calls = [(item.call, item.text) for item in self._items if item.call is not None]
         if not calls:
             return {"role": "assistant", "content": text}
@@ -191,7 +223,7 @@ class ResponseBuilder:
             figures = [generation.figures]
             last = len(self._items) - 1
             result["output"] = [item.object(status if item.index == last else "completed") for item in self._items]
-            result["usage"] = _usage(shapes.usage(figures))
+            result["usage"] = _usage(usage(figures))
             result["speculation"] = shapes.speculation(figures)
             result["timings"] = shapes.timings(figures)
         return result
@@ -206,12 +238,12 @@ def _arguments(text: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _usage(usage: dict[str, Any]) -> dict[str, Any]:
-    cached = usage["prompt_tokens_details"]["cached_tokens"]
+def _usage(counts: dict[str, Any]) -> dict[str, Any]:
+    cached = counts["prompt_tokens_details"]["cached_tokens"]
     return {
-        "input_tokens": usage["prompt_tokens"],
+        "input_tokens": counts["prompt_tokens"],
         "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
-        "output_tokens": usage["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": usage["total_tokens"],
+        "output_tokens": counts["completion_tokens"],
+        "output_tokens_details": counts["completion_tokens_details"],
+        "total_tokens": counts["total_tokens"],
     }

@@ -27,6 +27,9 @@ class Vocabulary(Protocol):
     def hidden_ids(self) -> frozenset[int]: ...
     @property
     def leading(self) -> Leading: ...
+    @property
+    def chat_template(self) -> str | None: ...
+    def token_to_id(self, token: str) -> int | None: ...
     def token_bytes(self, token_id: int) -> bytes: ...
     def first_token_bytes(self, token_id: int) -> bytes: ...
 
@@ -39,11 +42,15 @@ class TextStream:
     """
 
     def __init__(self, vocabulary: Vocabulary, *, continuation: bool = False, hidden_ids: frozenset[int] | None = None) -> None:
-        self._vocabulary = vocabulary
+        self.vocabulary = vocabulary
+        self.continuation = continuation
         self._hidden = vocabulary.hidden_ids if hidden_ids is None else hidden_ids
         self._decoder = codecs.getincrementaldecoder("utf-8")("ignore")
-        self._at_start = not continuation
         self._leading: Leading = "keep" if continuation else vocabulary.leading
+
+    def another(self) -> TextStream:
+        """A stream of the same kind for another text."""
+        return TextStream(self.vocabulary, continuation=self.continuation, hidden_ids=self._hidden)
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The characters these tokens complete."""
@@ -54,8 +61,8 @@ class TextStream:
             return ""
         if self._leading == "drop":
             self._leading = "keep"
-            return self._decoder.decode(self._vocabulary.first_token_bytes(token_id))
-        text = self._decoder.decode(self._vocabulary.token_bytes(token_id))
+            return self._decoder.decode(self.vocabulary.first_token_bytes(token_id))
+        text = self._decoder.decode(self.vocabulary.token_bytes(token_id))
         if self._leading == "strip" and text:
             self._leading = "keep"
             text = text.removeprefix(" ")

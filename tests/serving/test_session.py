@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from server.api_error import ApiError
-from server.generation import Generation, Piece
+from server.generation import Generation, Part, Piece
 from server.limits import Limits
 from server.metrics import Metrics
 from server.pace import Pacer
@@ -363,14 +363,14 @@ def test_unread_errors_are_bounded(desk: Desk) -> None:
 
 def test_pace_spreads_a_run_and_not_the_first_token() -> None:
     pacer = Pacer()
-    pacer.add(Piece([1], [], [("a", "")]), 0.0, 10.0)
+    pacer.add(Piece([1], [], [Part("a")]), 0.0, 10.0)
     assert pacer.take(10.0).text == "a"
-    pacer.add(Piece([2, 3, 4, 5], [], [(t, "d") for t in "bcde"]), 0.2, 10.2)
+    pacer.add(Piece([2, 3, 4, 5], [], [Part(t, "d") for t in "bcde"]), 0.2, 10.2)
     assert pacer.take(10.2).text == "b"
     assert pacer.next_time() == pytest.approx(10.25)
     assert pacer.take(10.24) is None
     assert pacer.take(10.31).text == "cd"
-    pacer.add(Piece([6], [], [("f", "")]), 0.1, 10.32)  # a new run pushes out the rest of the last one
+    pacer.add(Piece([6], [], [Part("f")]), 0.1, 10.32)  # a new run pushes out the rest of the last one
     assert pacer.take(10.32).text == "ef"
     assert pacer.next_time() is None
 
