@@ -236,7 +236,7 @@ class Generation:
             # An end token was generated and is counted, and has no text.
             text, channel = self._text.push_one(token) if index < visible else ("", self._text.channel)
             if channel == "reasoning":
-                self.figures.reasoning_tokens += 1
+                self.figures.reasoning_tokens += index < visible
             elif text and self._stops is not None:
                 text, matched = self._stops.push(text)
             piece.token_ids.append(token)
