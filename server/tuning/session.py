@@ -5,6 +5,7 @@ Every engine is fresh and every run a tenant of its own, so that nothing is know
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import statistics
@@ -22,8 +23,10 @@ from server.tuning.predict import Choice
 from server.tuning.record import DraftSample, Recorder, metered
 from server.tuning.search import CHUNKS, PAGES, Workload
 from server.tuning.traces import Machine, Trace
+from spec.budget import PriceSpeculator
 from spec.calibration import Calibration
 from spec.config import EngineConfig
+from spec.cost_table import CostTable
 from spec.drafter import Drafter
 from spec.engine import Engine
 from spec.errors import ConfigError
@@ -59,6 +62,7 @@ class Session:
     loads: Sequence[int]
     drafters: str  # a setting: those to choose from, together
     calibration: Calibration
+    _decode: CostTable | None = None
     _ids: itertools.count[int] = field(default_factory=itertools.count)
 
     @property
@@ -81,7 +85,7 @@ class Session:
     def measure(self, recorder: Recorder, note: Note) -> Machine:
         """Every table that predictions read."""
         note("timing passes")
-        decode = decode_table(self.parts, self.parts.settings.page_size, seconds=4.0)
+        decode = self._decode = decode_table(self.parts, self.parts.settings.page_size, seconds=4.0)
         note("timing prompt chunks")
         chunk, per_key = chunk_curve(self.parts, CHUNK_SIZES, repeats=9)
         note("timing page sizes")
@@ -186,7 +190,16 @@ class Session:
         return msgspec.structs.replace(self.parts.settings, drafters=self.drafters, tree_shape="")
 
     def _engine(self, settings: Settings) -> Engine:
-        return make_engine(dataclasses.replace(self.parts, settings=settings))
+        """As `serve` makes it, but for the costs, which were measured once for all, and the kept calibration, which stays as it is."""
+
+        def speculator(parts: Parts, config: EngineConfig, target: TargetModel, drafters: Sequence[Drafter]) -> Speculator:
+            if settings.tree_shape or self._decode is None:
+                return default_speculator(parts, config, target, drafters)
+            calibration = Calibration()
+            calibration.restore(self.calibration.dump())
+            return PriceSpeculator(calibration, copy.deepcopy(self._decode), vocab_size=target.vocab_size)
+
+        return make_engine(dataclasses.replace(self.parts, settings=settings), speculator=speculator)
 
     def _recording(self, recorder: Recorder) -> Engine:
         return make_engine(self.parts, self.drafters, speculator=lambda *_: recorder)
