@@ -157,7 +157,14 @@ class Terminal:
             self._answer = None
 
     async def _print(self, answer: Answer) -> None:
+        thinking = False  # the last text was reasoning
         async for delta in answer:
+            if reasoning := delta.get("reasoning"):
+                self.console.print(Text(reasoning.translate(CONTROLS), style="dim italic"), end="", soft_wrap=True)
+                thinking = True
+            if thinking and delta["text"]:
+                self.console.print()
+                thinking = False
             if delta["type"] == "snapshot":
                 self.say("\n(much of it was lost on the way; from the start)")
             for text, drafter in delta.get("pieces") or [(delta["text"], delta.get("drafter") or "")]:

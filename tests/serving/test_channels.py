@@ -5,6 +5,8 @@ The engine says what the test writes, control tokens included, in steps of one t
 
 from __future__ import annotations
 
+import asyncio
+import io
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +15,11 @@ import openai
 import pytest
 import websockets.sync.client as ws_client
 from channel_kit import ANSWER, CALL, CHANNELS, MESSAGE, SCRIPTED, THINK, THINKING, THINKING_OPEN, in_channels, text_tools, told
+from rich.console import Console
 from serving import Running, running, toy_settings
+
+from server.chat import Terminal
+from server.client import Client
 
 CHAT = "/v1/chat/completions"
 THOUGHT = "The user said h\u00e9llo \u4f60\u597d \U0001f642; the answer is a list. Let me be short"
@@ -206,6 +212,19 @@ def test_the_next_turn_does_not_see_the_reasoning(channels: Running) -> None:
     user = {"role": "user", "content": told(script)}
     messages = [user, {"role": "assistant", "content": "c"}, user]
     assert second["usage"]["input_tokens"] == channels.http.post("/tokenize", json={"messages": messages}).json()["count"]
+
+
+def test_the_terminal_shows_the_reasoning_above_the_answer(channels: Running) -> None:
+    shown = io.StringIO()
+    terminal = Terminal(Console(file=shown, width=200), None, {"seed": 9})
+
+    async def ask() -> None:
+        async with Client(channels.ws_url) as client:
+            await terminal.ask(client, told(in_channels(("analysis", "why"), ("final", "because"))))
+
+    asyncio.run(ask())
+    assert shown.getvalue() == "why\nbecause\n"
+    assert terminal.messages[-1] == {"role": "assistant", "content": "because"}
 
 
 # ---- thinking between two marks
