@@ -179,6 +179,25 @@ def test_nonsense_in_any_blocks(
         assert word not in seen.said + seen.thought
 
 
+def test_a_control_token_ends_a_channels_name(channels: TextTools) -> None:
+    """As in `<|channel|>final<|constrain|>json<|message|>`."""
+    ids = [CHANNEL, *b"final", 256, *b"json", MESSAGE, *b"{}", IM_END]
+    for size in range(1, BLOCK + 1):
+        seen = listen(in_blocks(ids, [size]), channels, asking(channels))
+        assert (seen.said, seen.thought) == ("{}", "")
+
+
+def test_what_is_longer_than_a_header_is_shown_at_once(channels: TextTools) -> None:
+    generation = Generation(asking(channels), TextStream(channels.tokenizer), None, lambda: None, lambda g: None, Metrics())
+    generation.on_event(TokenEvent(1, tuple(b"not a header"), started=True))
+    held = generation.take()
+    generation.on_event(TokenEvent(1, tuple(b", but text")))
+    shown = generation.take()
+    assert held is not None
+    assert shown is not None
+    assert (held.text, shown.text) == ("", "not a header, but text")
+
+
 # ---- the faults, put in
 
 

@@ -179,6 +179,7 @@ def test_half_a_character_stays_in_its_part(channels: Running) -> None:
     assert len(ids) > 1
     first, last = "\x10", "\x11"  # see scripted_engine
     assert every_way(channels, in_channels(("analysis", f"a{first}"), ("final", f"{last}b")))[:2] == ("b", "a")
+    assert every_way(channels, in_channels(("analysis", f"a{first}"), ("other", f"{last}b")))[:2] == ("", "ab")
 
 
 @pytest.mark.parametrize(("said", "steps"), [("plain", 9), ("a longer answer without a single mark in it, which is shown", 9)])
@@ -214,6 +215,33 @@ def test_the_next_turn_does_not_see_the_reasoning(channels: Running) -> None:
     assert second["usage"]["input_tokens"] == channels.http.post("/tokenize", json={"messages": messages}).json()["count"]
 
 
+def test_an_answer_of_nothing_but_reasoning_is_a_response_without_a_message(channels: Running) -> None:
+    script = in_channels(("analysis", "thought"), ("final", "")).removesuffix(MESSAGE)
+    for step in STEPS:
+        made = channels.http.post("/v1/responses", json={"input": told(script), "seed": step}).json()
+        assert [item["type"] for item in made["output"]] == ["reasoning"]
+
+
+def test_a_resumed_answer_has_its_reasoning(channels: Running) -> None:
+    """The messages of a finished answer are kept in packed form."""
+
+    def until_done(ws: Any) -> list[Any]:
+        frames: list[Any] = []
+        while not frames or frames[-1]["type"] not in ("done", "error"):
+            frames.append(json.loads(ws.recv(timeout=10)))
+        return frames[1:] if frames[0]["type"] == "hello" else frames
+
+    with ws_client.connect(channels.ws_url) as ws:
+        script = in_channels(("analysis", THOUGHT), ("final", SAID))
+        ws.send(json.dumps({"type": "chat", "id": 1, "resumable": True} | body(script)))
+        first = until_done(ws)
+    with ws_client.connect(channels.ws_url) as ws:
+        ws.send(json.dumps({"type": "resume", "id": 1, "response_id": first[0]["response_id"], "after_seq": 0}))
+        again = until_done(ws)
+    assert again == first[1:]
+    assert "".join(frame.get("reasoning", "") for frame in again) == THOUGHT
+
+
 def test_the_terminal_shows_the_reasoning_above_the_answer(channels: Running) -> None:
     shown = io.StringIO()
     terminal = Terminal(Console(file=shown, width=200), None, {"seed": 9})
@@ -241,6 +269,8 @@ def test_thinking_in_front_of_the_answer(thinking: Running) -> None:
 def test_thinking_that_the_prompt_has_begun(thinking_open: Running) -> None:
     assert every_way(thinking_open, f"{THOUGHT}{ANSWER}\n{SAID}")[:3] == (SAID, THOUGHT, "stop")
     assert every_way(thinking_open, THOUGHT)[:3] == ("", THOUGHT, "stop")
+    forced = body('{"a": 1}', response_format={"type": "json_object"})
+    assert whole(thinking_open, forced)[:2] == ('{"a": 1}', "")
 
 
 def test_the_marks_are_text_where_they_mark_nothing(thinking: Running) -> None:
