@@ -3,9 +3,11 @@
     ./dev bench never_slower --prompts FILE [--loads 1 4 16] [--categories writing rag ...] [--max-tokens 128] [--repeats 5]
 
 Two engines over the same weights, one plain and one drafting, answer the same prompts *step by step in turn*: a step of one, a
-step of the other. Machines drift from second to second; steps that follow each other within milliseconds do not. Only decoding
-counts: steps from the last first token of a group on, their tokens over their seconds. Every repeat is a tenant of its own, so
-neither prefix pages nor drafts come from an earlier repeat. Both engines stay for a whole load, as a server's engine would.
+step of the other. Machines drift from second to second; steps that follow each other within milliseconds do not. Each engine
+is kept at its load from a queue of twice as many prompts, and only full decoding steps count: everybody said something and nobody
+started. (With the queue empty a stream that is done early leaves a smaller batch behind, which says nothing of a server's load.)
+Every repeat is a tenant of its own, so neither prefix pages nor drafts come from an earlier one. Both engines stay for a whole
+load, as a server's would.
 
 A table of categories by loads (median over repeats of drafting over plain) and, last, one JSON line with the least of them.
 Exit code 1 when an answer differed between the engines, or the least ratio is below --least.
@@ -18,6 +20,7 @@ import json
 import statistics
 import sys
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,42 +40,47 @@ from spec.engine import Engine
 from spec.request import Request
 
 LEAST = 0.98
+QUEUE = 2  # times the load, in prompts
 
 
 @dataclass(slots=True)
 class Side:
-    """One engine's share of one group of requests."""
+    """One engine, kept at `load` answers from its queue."""
 
     engine: Engine
+    load: int
+    queue: deque[Request]
     answers: dict[int, list[int]] = field(default_factory=dict)
-    running: int = 0
-    unstarted: int = 0
+    running: set[int] = field(default_factory=set)
     seconds: float = 0.0
     tokens: int = 0
-    steps: int = 0
     row_steps: int = 0
 
-    def begin(self, requests: Sequence[Request]) -> None:
-        for request in requests:
+    def step(self) -> bool:
+        """One step, counted when it is a full one. False once the load cannot be kept; what still runs is then given up."""
+        while self.queue and len(self.running) < self.load:
+            request = self.queue.popleft()
             self.engine.add(request)
+            self.running.add(request.id)
             self.answers[request.id] = []
-        self.running = self.unstarted = len(requests)
-
-    def step(self) -> None:
-        """One step, counted once every request has said its first token."""
-        counts = self.unstarted == 0
+        if len(self.running) < self.load:
+            for left in self.running:
+                self.engine.cancel(left)
+            self.engine.step()
+            return False
         began = time.perf_counter()
         events = self.engine.step()
         took = time.perf_counter() - began
+        spoke = [event for event in events if event.token_ids]
+        if len(spoke) == self.load and not any(event.started for event in spoke):
+            self.seconds += took
+            self.row_steps += self.load
+            self.tokens += sum(len(event.token_ids) for event in spoke)
         for event in events:
             self.answers[event.request_id] += event.token_ids
-            self.unstarted -= event.started
-            self.running -= event.finish_reason is not None
-        if counts:
-            self.seconds += took
-            self.steps += 1
-            self.row_steps += sum(1 for event in events if event.token_ids)
-            self.tokens += sum(len(event.token_ids) for event in events)
+            if event.finish_reason is not None:
+                self.running.discard(event.request_id)
+        return True
 
     @property
     def rate(self) -> float:
@@ -89,24 +97,21 @@ class Pair:
     same: bool
 
 
-def race(plain: Engine, drafting: Engine, requests: Sequence[Request], first: int) -> Pair:
+def race(plain: Engine, drafting: Engine, requests: Sequence[Request], load: int, first: int) -> Pair:
     """Answer the requests with both engines, step by step in turn; `first` is who begins."""
-    sides = (Side(plain), Side(drafting))
-    for side in sides:
-        side.begin(requests)
-    order = (sides[first], sides[1 - first])
-    while any(side.running for side in order):
-        for side in order:
-            if side.running:
-                side.step()
+    sides = (Side(plain, load, deque(requests)), Side(drafting, load, deque(requests)))
+    racing = [sides[first], sides[1 - first]]
+    while racing:
+        racing = [side for side in racing if side.step()]
     one, other = sides
+    same = all(a == b for key in one.answers for a, b in zip(one.answers[key], other.answers.get(key, ()), strict=False))
     acceptance = other.tokens / other.row_steps if other.row_steps else 0.0
-    return Pair(one.rate, other.rate, acceptance, one.answers == other.answers)
+    return Pair(one.rate, other.rate, acceptance, same)
 
 
-def groups(prompts: Sequence[Prompt], load: int, repeat: int) -> list[Prompt]:
-    """`load` prompts of a category, other ones every repeat while there are any; a short category begins anew."""
-    return [prompts[(repeat * load + i) % len(prompts)] for i in range(load)]
+def groups(prompts: Sequence[Prompt], count: int, repeat: int) -> list[Prompt]:
+    """`count` prompts of a category, other ones every repeat while there are any; a short category begins anew."""
+    return [prompts[(repeat * count + i) % len(prompts)] for i in range(count)]
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -154,14 +159,14 @@ def main(arguments: Sequence[str]) -> int:
                 for category in chosen:
                     progress.update(task, description=f"{load} at once, {category}")
                     requests = requests_of(
-                        parts, groups(by_category[category], load, repeat), args.max_tokens, args.temperature, 0
+                        parts, groups(by_category[category], QUEUE * load, repeat), args.max_tokens, args.temperature, 0
                     )
                     number += 1
                     mine = [
                         msgspec.structs.replace(r, id=number * 10**4 + i, tenant=f"repeat {repeat}")
                         for i, r in enumerate(requests)
                     ]
-                    found[category][load].append(race(plain, drafting, mine, number % 2))
+                    found[category][load].append(race(plain, drafting, mine, load, number % 2))
                     progress.advance(task)
     return _report(table_console(), args, found)
 
@@ -175,7 +180,7 @@ def _report(console: Console, args: argparse.Namespace, found: dict[str, dict[in
         cells = []
         ratios[category] = {}
         for load, pairs in by_load.items():
-            ratio = statistics.median(pair.drafting / pair.plain for pair in pairs)
+            ratio = statistics.median(pair.drafting / pair.plain for pair in pairs if pair.plain)
             ratios[category][str(load)] = round(ratio, 4)
             cells.append(f"{ratio:.3f} ({statistics.mean(pair.acceptance for pair in pairs):.2f})")
         table.add_row(category, *cells)

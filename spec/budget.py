@@ -88,7 +88,10 @@ class PriceSpeculator:
         state = self._loads.get(max(0, len(views) - 1).bit_length())
         if state is None or any(view.grammar for view in views):
             return False
-        return state.guard.rests() or self._patience.rests([view.seq_id for view in views])
+        if not state.guard.rests() and any(self._patience.allow(view.seq_id) for view in views):
+            return False
+        self._patience.step()
+        return True
 
     def budgets(self, views: Sequence[SequenceView], limits: Sequence[Limit], load: Load) -> list[Budget]:
         size = max(0, len(views) - 1).bit_length()
@@ -234,6 +237,7 @@ class PriceSpeculator:
 
     def record(self, step: StepRecord) -> None:
         decided, self._step = self._step, None
+        self._patience.step()
         for outcome in step.outcomes:
             if outcome.tree.token_ids:
                 greedy = outcome.view.sampling.temperature == 0.0

@@ -8,51 +8,41 @@ wrong question costs every step. A new sequence is believed to be like the other
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 _RATE = 0.125  # of the newest step
 _START = 0.3  # tokens a question is believed to bring before any was asked
 _USUAL_RATE = 1.0 / 256.0
+_DOUBT = 1.5  # times its price must a question bring: what it brings is known badly
 _WASTE = 0.005  # tokens a step that questions in vain may cost on such a sequence: how long a rest grows
 _LEAST, _MOST = 4, 64  # steps, of the longest rest
 _SEQUENCES = 4096
 
 
 class _Interest:
-    __slots__ = ("gain", "pause", "wait")
+    __slots__ = ("gain", "pause", "until")
 
     def __init__(self, gain: float) -> None:
         self.gain = gain
-        self.pause = 0  # steps of the last rest, 0 = it paid
-        self.wait = 0  # steps left of this one
+        self.pause = 0  # steps of the last rest, a power of two; 0 = it paid
+        self.until = 0  # the step that ends it
 
 
 class Patience:
-    """Bounded: the oldest sequence is forgotten first."""
+    """Bounded: the oldest sequence is forgotten first. Rests end at multiples of their length, so that sequences that rest are
+    asked in the same steps: the first question of a step costs more than the next ones."""
 
     def __init__(self) -> None:
         self._interest: dict[int, _Interest] = {}
         self._usual = _START  # over all sequences
+        self._now = 0
+
+    def step(self) -> None:
+        """A step is over."""
+        self._now += 1
 
     def allow(self, seq_id: int) -> bool:
-        """Whether this sequence may draft in this step. Asked once a step."""
+        """Whether this sequence may draft in this step."""
         found = self._interest.get(seq_id)
-        if found is None or found.wait == 0:
-            return True
-        found.wait -= 1
-        return False
-
-    def rests(self, seq_ids: Sequence[int]) -> bool:
-        """True, and a step less for everybody to wait, where all of them wait for more than this step."""
-        waiting = []
-        for seq_id in seq_ids:
-            found = self._interest.get(seq_id)
-            if found is None or found.wait <= 1:
-                return False
-            waiting.append(found)
-        for found in waiting:
-            found.wait -= 1
-        return True
+        return found is None or self._now >= found.until
 
     def record(self, seq_id: int, gain: float, cost: float) -> None:
         """A step in which the sequence was asked: tokens its drafts brought less their verification, and the price of asking."""
@@ -63,12 +53,13 @@ class Patience:
             found = self._interest[seq_id] = _Interest(self._usual)
         self._usual += (gain - self._usual) * _USUAL_RATE
         found.gain += (gain - found.gain) * _RATE
-        if gain > cost or found.gain >= cost:
-            found.pause = 0
-        else:
-            longest = min(_MOST, max(_LEAST, int(cost / _WASTE)))
-            found.pause = min(longest, max(1, 2 * found.pause))
-        found.wait = found.pause
+        if gain > cost or found.gain >= _DOUBT * cost:
+            found.pause = found.until = 0
+            return
+        longest = min(_MOST, max(_LEAST, int(cost / _WASTE)))
+        if found.pause < longest:
+            found.pause = max(2, 2 * found.pause)
+        found.until = (self._now // found.pause + 1) * found.pause
 
     def forget(self, seq_id: int) -> None:
         self._interest.pop(seq_id, None)
