@@ -15,7 +15,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server import openai_shapes, openai_types, shapes
+from server import openai_types, shapes
 from server.api_error import ApiError, invalid
 from server.decoding import TypedDecoder
 from server.generation import Generation, Piece
@@ -61,7 +61,7 @@ class Answer:
     def totals(self) -> dict[str, Any]:
         figures = [g.figures for g in self.generations]
         return {
-            "usage": openai_shapes.usage(figures, self.n),
+            "usage": shapes.usage(figures, self.n),
             "speculation": shapes.speculation(figures),
             "timings": shapes.timings(figures),
         }

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from server import shapes
-from server.generation import Figures, Generation, Piece
+from server.generation import Generation, Piece
 from server.service import Service
 from server.tool_shapes import CallReader
 from server.tools import Tools
@@ -19,12 +19,6 @@ from server.tools import Tools
 
 def new_id(prefix: str) -> str:
     return prefix + secrets.token_urlsafe(18)
-
-
-def usage(figures: Sequence[Figures], n: int = 1) -> dict[str, Any]:
-    """Usage of an endpoint whose answers may hold reasoning."""
-    reasoning = sum(f.reasoning_tokens for f in figures)
-    return shapes.usage(figures, n) | {"completion_tokens_details": {"reasoning_tokens": reasoning}}
 
 
 class Shape(Protocol):

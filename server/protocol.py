@@ -94,6 +94,7 @@ class Delta(msgspec.Struct, tag="delta", kw_only=True, omit_defaults=True):
     pieces: list[tuple[str, str]] | None = None
     tool_calls: list[dict[str, Any]] | None = None  # beginnings and pieces of calls, as chat completions streams them
     logprobs: list[dict[str, Any]] | None = None
+    reasoning: str | None = None  # of a model that thinks aloud: text of its own, none of the answer's
 
 
 class Done(msgspec.Struct, tag="done", kw_only=True, omit_defaults=True):

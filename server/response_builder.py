@@ -16,7 +16,7 @@ import msgspec
 from server import shapes
 from server.api_error import ApiError
 from server.generation import Generation, Piece
-from server.openai_shapes import new_id, usage
+from server.openai_shapes import new_id
 from server.ports import Tokenizer
 from server.responses_types import ResponsesRequest
 from server.tool_events import CallArguments, CallEnd, CallStart, Text, ToolEvent
@@ -223,7 +223,7 @@ class ResponseBuilder:
             figures = [generation.figures]
             last = len(self._items) - 1
             result["output"] = [item.object(status if item.index == last else "completed") for item in self._items]
-            result["usage"] = _usage(usage(figures))
+            result["usage"] = _usage(shapes.usage(figures))
             result["speculation"] = shapes.speculation(figures)
             result["timings"] = shapes.timings(figures)
         return result

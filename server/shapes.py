@@ -23,7 +23,7 @@ def usage(figures: Sequence[Figures], n: int = 1) -> dict[str, Any]:
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": sum(f.cached_tokens for f in prompts)},
-        "completion_tokens_details": {"reasoning_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": sum(f.reasoning_tokens for f in figures)},
     }
 
 

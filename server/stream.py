@@ -16,18 +16,11 @@ import msgspec
 from server import shapes
 from server.api_error import ApiError
 from server.generation import Figures, Generation, Piece
-from server.openai_shapes import usage
 from server.pace import Pacer
 from server.ports import Tokenizer
 from server.protocol import AnswerMessage, ClientId, Delta, Done, Error, Snapshot, Started
 from server.ring import Ring
 from server.tool_shapes import CallReader
-
-
-class ChannelDelta(Delta, tag="delta", kw_only=True, omit_defaults=True):
-    """A delta of a model that thinks aloud: `reasoning` is text of its own, none of the answer's."""
-
-    reasoning: str | None = None
 
 
 class ChatStream:
@@ -48,7 +41,7 @@ class ChatStream:
         self._tokenizer = tokenizer
         self._generation: Generation | None = None
         self._pacer = Pacer() if pace else None
-        self._ring: Ring[AnswerMessage] = Ring(ring_frames, Started | ChannelDelta | Done | Error)
+        self._ring: Ring[AnswerMessage] = Ring(ring_frames, AnswerMessage)
         self._text: list[str] = []
         self._reader_finished = False
         self._replay: deque[AnswerMessage | Snapshot] = deque()
@@ -147,7 +140,7 @@ class ChatStream:
         rest = self._rest_of_calls()
         return rest if rest is not None else self._ending(generation)
 
-    def _delta(self, piece: Piece) -> ChannelDelta:
+    def _delta(self, piece: Piece) -> Delta:
         text, runs, calls = piece.text, piece.runs(), None
         if self.reader is not None:
             text, calls = _split(self.reader.feed(text))
@@ -156,7 +149,7 @@ class ChatStream:
         logprobs = None
         if self.top_logprobs is not None:
             logprobs = shapes.chat_logprobs(self._tokenizer, piece.token_ids, piece.logprobs, self.top_logprobs)
-        return ChannelDelta(
+        return Delta(
             id=self.client_id, seq=self.seq, text=text, reasoning=piece.reasoning or None, tokens=len(piece.token_ids), drafted=piece.drafted,
             accepted=piece.accepted, drafter=drafter, logprobs=logprobs, tool_calls=calls,
             pieces=runs if len(runs) > 1 and drafter and self.reader is None else None,
@@ -171,7 +164,7 @@ class ChatStream:
         if not text and calls is None:
             return None
         self._text.append(text)
-        return ChannelDelta(id=self.client_id, seq=self.seq, text=text, tokens=0, drafted=0, accepted=0, tool_calls=calls)
+        return Delta(id=self.client_id, seq=self.seq, text=text, tokens=0, drafted=0, accepted=0, tool_calls=calls)
 
     def _ending(self, generation: Generation) -> Done | Error:
         if generation.error is not None:
@@ -184,7 +177,7 @@ class ChatStream:
         reason, reader = str(generation.finish_reason), self.reader
         return Done(
             id=self.client_id, seq=self.seq, finish_reason=reason if reader is None else reader.reason(reason),
-            usage=usage(figures), speculation=shapes.speculation(figures), timings=shapes.timings(figures),
+            usage=shapes.usage(figures), speculation=shapes.speculation(figures), timings=shapes.timings(figures),
             tool_calls=reader.calls if reader is not None and reader.calls else None,
         )  # fmt: skip
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
 import openai
 import pytest
 from serving import Running, running, toy_settings, toy_text
 
 from server.ports import TextTools
-
-sys.path.append(str(Path(__file__).parent))  # scripted_engine and channel_kit, which only these tests use
 
 FUZZED = pytest.StashKey[Counter[str]]()
 
