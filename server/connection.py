@@ -18,7 +18,16 @@ from server.messages import plain_messages
 from server.openai_types import chat_logprobs_wanted
 from server.protocol import Chat, choose_codec
 from server.service import Caller, Service
-from server.session import CLOSE_NO_KEY, CLOSE_RESTART, CLOSE_SLOW, CLOSE_TOO_MANY, Begin, Session, SessionSettings
+from server.session import (
+    CLOSE_FAILED,
+    CLOSE_NO_KEY,
+    CLOSE_RESTART,
+    CLOSE_SLOW,
+    CLOSE_TOO_MANY,
+    Begin,
+    Session,
+    SessionSettings,
+)
 from server.stream import ChatStream
 from server.tool_shapes import CallReader
 
@@ -99,6 +108,7 @@ class Connection:
     async def run(self) -> None:
         reader = asyncio.create_task(self._read())
         writer = asyncio.create_task(self._write())
+        writer.add_done_callback(self._writer_ended)
         closer = asyncio.create_task(self._close_when_told(writer))
         tasks: set[asyncio.Task[None]] = {reader, writer, closer}
         try:
@@ -114,6 +124,11 @@ class Connection:
                     log.error("a socket failed unexpectedly", exc_info=result)
             if self._counted is not None:
                 self._service.admission.give_socket(self._counted)
+
+    def _writer_ended(self, writer: asyncio.Task[None]) -> None:
+        """A writer that failed leaves a client waiting for ever: close instead. `run` logs why."""
+        if not writer.cancelled() and isinstance(writer.exception(), Exception):
+            self.session.end(CLOSE_FAILED, "the server failed on this connection")
 
     def _on_change(self) -> None:
         self._wake.set()

@@ -21,7 +21,7 @@ class Histories:
         return len(self._kept)
 
     def put(self, tenant: str, response_id: str, messages: Messages) -> None:
-        size = sum(len(message["content"].encode("utf-8", "surrogatepass")) + 64 for message in messages)
+        size = sum(_size(message) for message in messages)
         if size > self._bytes:
             return
         self._kept[tenant, response_id] = (messages, size)
@@ -36,3 +36,9 @@ class Histories:
             return None
         self._kept.move_to_end((tenant, response_id))
         return list(found[0])
+
+
+def _size(message: dict[str, Any]) -> int:
+    """Bytes a message takes, about: its text, and the arguments of its calls."""
+    calls = message.get("tool_calls")
+    return len(message["content"].encode("utf-8", "surrogatepass")) + (len(str(calls)) if calls else 0) + 64

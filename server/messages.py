@@ -99,7 +99,7 @@ def _plain_call(call: ToolCall, path: str) -> dict[str, Any]:
     """Templates want the arguments as an object, OpenAI sends them as a string of JSON."""
     try:
         arguments = msgspec.json.decode(call.function.arguments or "{}")
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
         raise invalid(f"{path}.function.arguments", f"{path}.function.arguments must be a string holding a JSON object")

@@ -138,16 +138,17 @@ class _Connection:
                     429, f"at most {limits.requests_per_socket} lanes may be used on one socket", code="rate_limit_exceeded"
                 )
             lane = self._lanes[body.stream_id] = asyncio.Queue(QUEUED_TURNS)
-            self._spawn(self._run_lane(lane))
+            self._spawn(self._run_lane(body.stream_id, lane)).add_done_callback(self._tasks.discard)
         try:
             lane.put_nowait(body)
         except asyncio.QueueFull:
             raise ApiError(429, f"at most {QUEUED_TURNS} turns may wait in one lane", code="rate_limit_exceeded") from None
         self._busy += 1
 
-    async def _run_lane(self, lane: asyncio.Queue[ResponseCreate]) -> None:
-        while True:
-            body = await lane.get()
+    async def _run_lane(self, name: str | None, lane: asyncio.Queue[ResponseCreate]) -> None:
+        """Take the lane's turns one after the other. It ends with the last one that waits; the next turn opens it anew."""
+        while not lane.empty():
+            body = lane.get_nowait()
             try:
                 await self._turn(body)
             except ApiError as error:
@@ -159,6 +160,8 @@ class _Connection:
                 await self._say_error(ApiError(500, "the server failed on this request", code="internal_error"), body.stream_id)
             finally:
                 self._busy -= 1
+        if self._lanes.get(name) is lane:
+            del self._lanes[name]
 
     async def _turn(self, body: ResponseCreate) -> None:
         made = await plan(self._service, body, Caller.of(self._websocket), self._histories, self._shared)

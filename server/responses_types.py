@@ -146,7 +146,7 @@ def _function_call(item: dict[str, Any], path: str) -> dict[str, Any]:
         raise invalid(f"{path}.call_id", f"{path}.call_id must be a non-empty string")
     try:
         parsed = msgspec.json.decode(arguments) if isinstance(arguments, str) else None
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         parsed = None
     if not isinstance(parsed, dict):
         raise invalid(f"{path}.arguments", f"{path}.arguments must be a string holding a JSON object")

@@ -46,7 +46,7 @@ class Resumables:
 
     def _make_room(self, candidates: list[_Kept]) -> None:
         for kept in candidates:
-            if kept.stream.finished and kept.holder is None:
+            if kept.stream.over and kept.holder is None:
                 del self._kept[kept.stream.response_id]
                 return
         raise ApiError(

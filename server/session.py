@@ -17,6 +17,7 @@ from server.resumables import Resumables
 from server.stream import ChatStream, nobody
 
 CLOSE_NORMAL = 1000
+CLOSE_FAILED = 1011
 CLOSE_RESTART = 1012
 CLOSE_KEY = 4401
 CLOSE_NO_KEY = 4408
@@ -67,10 +68,15 @@ class Session:
             message = self._codec.decode(frame)
         except ApiError as error:
             client_id = self._codec.id_of(frame)
-            self._say_error(error, None if client_id in self._streams else client_id)
+            self._say_error(error, None if client_id in self._streams or not self._is_short(client_id) else client_id)
             return None
         if self.tenant is None:
             self._authenticate(message)
+            return None
+        name = "t" if isinstance(message, Ping) else "id"
+        if not self._is_short(getattr(message, name, None)):  # what comes back in answers is bounded, unread ones pile up
+            limit = f"{name} must be a string of at most {self._settings.limits.id_chars} characters or a number of 64 bits"
+            self._say_error(ApiError(400, limit, code="invalid_value", param=name), None)
             return None
         if isinstance(message, Chat):
             return self._chat(message)
@@ -83,6 +89,11 @@ class Session:
         else:
             self._say(Notice(code="already_authenticated", message="this socket needs no key any more"))
         return None
+
+    def _is_short(self, value: object) -> bool:
+        if isinstance(value, str):
+            return len(value) <= self._settings.limits.id_chars
+        return not isinstance(value, int) or -(2**63) <= value < 2**63
 
     def _authenticate(self, message: Auth | Chat | Cancel | Resume | Ping) -> None:
         if not isinstance(message, Auth):

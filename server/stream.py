@@ -51,6 +51,11 @@ class ChatStream:
         """Number of the next new message."""
         return self._ring.end
 
+    @property
+    def over(self) -> bool:
+        """Nothing more will be made, whether or not somebody has taken it all."""
+        return self.finished or (self._generation is not None and self._generation.ended)
+
     def begin(self, generation: Generation) -> None:
         self._generation = generation
 
@@ -96,8 +101,9 @@ class ChatStream:
         """The last message has been taken. What is left waits minutes for a resume: it keeps no socket, no request, few bytes."""
         self.wake = nobody
         self._generation = self._pacer = self.reader = None
-        self._text = ["".join(self._text)]
-        self._ring.pack()
+        if self.resumable:
+            self._text = ["".join(self._text)]
+            self._ring.pack()
 
     def resume(self, client_id: ClientId, after_seq: int) -> None:
         """Replay what came after `after_seq`, or the whole text so far when that is gone. Raises ApiError for a future number."""
@@ -107,6 +113,8 @@ class ChatStream:
             )
         self.client_id = client_id
         missed = self._ring.after(after_seq)
+        if missed == []:  # an answer that is over says so again: the client would wait for ever
+            missed = [message for message in self._ring.after(self.seq - 2) or [] if isinstance(message, Done | Error)]
         if missed is not None:
             self._replay = deque(msgspec.structs.replace(message, id=client_id) for message in missed)
         else:
@@ -145,7 +153,9 @@ class ChatStream:
         if self.reader is not None:
             text, calls = _split(self.reader.feed(text))
         self._text.append(text)
-        drafter = next((part.drafter for part in piece.parts if part.drafter), None)
+        # Of what `text` shows where it shows something: reasoning and marks may have been drafted too.
+        told = [part for part in piece.parts if part.channel == "content" and part.text] or piece.parts
+        drafter = next((part.drafter for part in told if part.drafter), None)
         logprobs = None
         if self.top_logprobs is not None:
             logprobs = shapes.chat_logprobs(self._tokenizer, piece.token_ids, piece.logprobs, self.top_logprobs)

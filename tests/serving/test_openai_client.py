@@ -11,6 +11,7 @@ import pytest
 from openai.types.responses import Response
 from serving import running, toy_settings, wait_for
 
+from server.limits import Limits
 from server.ports import TextTools
 from server.serve import ServeOptions
 
@@ -251,6 +252,15 @@ def test_prepared_turn_and_lanes(connection: Any) -> None:
         if event.type == "response.incomplete":
             ended[event.stream_id] = event.response.output_text
     assert set(ended) == {"a", "b"}
+
+
+@LEGACY
+def test_every_turn_may_have_a_lane_of_its_own(connection: Any) -> None:
+    """More lanes over a socket's life than may run at once: one that has nothing left to do is given back."""
+    for number in range(Limits().requests_per_socket + 3):
+        connection.response.create(model="toy", input="x", max_output_tokens=1, stream_id=f"lane {number}")
+        while (event := connection.recv()).type != "response.incomplete":
+            assert event.type != "error", event
 
 
 @LEGACY

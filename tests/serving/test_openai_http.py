@@ -107,6 +107,15 @@ def test_assistant_with_tool_calls_needs_no_content(server: Running) -> None:
         ([{"role": "tool", "content": "x"}], "messages[0].tool_call_id"),
         ([{"role": "user", "content": "x", "tool_calls": [{"function": {"name": "f"}}]}], "messages[0].tool_calls"),
         (
+            [
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"function": {"name": "f", "arguments": '{"a":' * 5000 + "1" + "}" * 5000}}],
+                }
+            ],
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+        (
             [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
             "messages[0].tool_calls[0].function.arguments",
         ),

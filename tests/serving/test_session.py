@@ -33,7 +33,7 @@ class Desk:
     ) -> None:
         self.text = text
         self.woken = 0
-        self.resumables = resumables or Resumables(limits)
+        self.resumables = Resumables(limits) if resumables is None else resumables
         keys = {"right-key": "t"}
         shared = SessionSettings(
             limits, text.tokenizer, lambda: Hello(version="1", model="m", limits={}), keys.get, self.resumables
@@ -335,6 +335,48 @@ def test_finished_answers_wait_without_their_socket(text: TextTools) -> None:
     again.frames()
     again.send(type="resume", id="a", response_id=response_id, after_seq=0)
     assert again.frames() == [frame for frame in sent if frame.get("seq", -1) > 0]
+
+
+@pytest.mark.parametrize("message", [
+    {"type": "cancel", "id": "x" * 129}, {"type": "cancel", "id": 2**64}, {"type": "ping", "t": "x" * 129}, {"type": "x", "id": "y" * 9999},
+    {"type": "resume", "id": "x" * 129, "response_id": "resp_1", "after_seq": 0}, {"type": "chat", "id": 2**70, "messages": []},
+])  # fmt: skip
+def test_what_comes_back_is_bounded(desk: Desk, message: dict[str, Any]) -> None:
+    """Errors and pongs wait for a reader who may never come, and ids are kept with finished answers."""
+    assert desk.send(**message) is None
+    [error] = desk.frames()
+    assert error["type"] == "error"
+    assert error.get("id") is None
+    assert len(json.dumps(error)) < 600
+
+
+def test_ids_of_64_bits_live_as_long_as_others(desk: Desk, text: TextTools) -> None:
+    generation = desk.chat(2**63 - 1, resumable=True)
+    say(generation, "hi", started=True, finish_reason="stop")
+    response_id = desk.frames()[0]["response_id"]
+    assert [f["type"] for f in resumed(desk, text, response_id, 0).frames()] == ["delta", "done"]
+
+
+def test_an_answer_that_is_over_says_so_to_who_has_it_all(desk: Desk, text: TextTools) -> None:
+    generation = desk.chat("a", resumable=True)
+    say(generation, "hi", started=True, finish_reason="stop")
+    started, _, done = desk.frames()
+    for _ in range(2):
+        again = resumed(desk, text, started["response_id"], done["seq"])
+        assert [(f["type"], f["seq"]) for f in again.frames()] == [("done", done["seq"])]
+        assert again.session.num_running == 0
+
+
+def test_answers_that_end_while_nobody_listens_make_room(text: TextTools) -> None:
+    resumables = Resumables(LIMITS)
+    for name in ("a", "b", "c", "d"):  # two may be kept
+        desk = Desk(text, resumables)
+        generation = desk.chat(name, resumable=True)
+        say(generation, "hi", started=True)
+        desk.frames()
+        desk.session.detach(1.0)
+        say(generation, "!", finish_reason="stop")
+    assert len(resumables) == 2
 
 
 # ---- slow readers and pace
