@@ -37,6 +37,7 @@ from server.local import settle
 from server.prompts import Prompt, read_prompts
 from server.settings import Settings
 from spec.engine import Engine
+from spec.errors import ConfigError, ForespeakError
 from spec.request import Request
 
 LEAST = 0.98
@@ -51,6 +52,7 @@ class Side:
     load: int
     queue: deque[Request]
     answers: dict[int, list[int]] = field(default_factory=dict)
+    finished: dict[int, str | None] = field(default_factory=dict)  # why, of those that were not given up
     running: set[int] = field(default_factory=set)
     seconds: float = 0.0
     tokens: int = 0
@@ -80,6 +82,7 @@ class Side:
             self.answers[event.request_id] += event.token_ids
             if event.finish_reason is not None:
                 self.running.discard(event.request_id)
+                self.finished[event.request_id] = event.finish_reason
         return True
 
     @property
@@ -104,9 +107,26 @@ def race(plain: Engine, drafting: Engine, requests: Sequence[Request], load: int
     while racing:
         racing = [side for side in racing if side.step()]
     one, other = sides
-    same = all(a == b for key in one.answers for a, b in zip(one.answers[key], other.answers.get(key, ()), strict=False))
     acceptance = other.tokens / other.row_steps if other.row_steps else 0.0
-    return Pair(one.rate, other.rate, acceptance, same)
+    return Pair(one.rate, other.rate, acceptance, identical(one, other))
+
+
+def identical(one: Side, other: Side) -> bool:
+    """Whether the sides said the same: answers that ended on both to the last token, those given up as far as they got."""
+    for key, mine in one.answers.items():
+        theirs = other.answers.get(key)
+        if theirs is None:
+            return False
+        reasons = one.finished.get(key), other.finished.get(key)
+        if None not in reasons:
+            if reasons[0] != reasons[1] or mine != theirs:
+                return False
+            continue
+        common = min(len(mine), len(theirs))  # one that ended is the longer one
+        ended = mine if reasons[0] is not None else theirs if reasons[1] is not None else None
+        if mine[:common] != theirs[:common] or (ended is not None and len(ended) < max(len(mine), len(theirs))):
+            return False
+    return one.answers.keys() == other.answers.keys()
 
 
 def groups(prompts: Sequence[Prompt], count: int, repeat: int) -> list[Prompt]:
@@ -138,7 +158,15 @@ def _settings(args: argparse.Namespace) -> Settings:
 
 
 def main(arguments: Sequence[str]) -> int:
-    args = parse(arguments)
+    """0 when it holds, 1 when it does not, 2 when it cannot be run."""
+    try:
+        return _run(parse(arguments))
+    except ForespeakError as error:
+        print(f"never_slower: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(args: argparse.Namespace) -> int:
     parts = load_parts(_settings(args))
     by_category: dict[str, list[Prompt]] = {}
     for prompt in read_prompts(args.prompts):
@@ -147,6 +175,10 @@ def main(arguments: Sequence[str]) -> int:
     unknown = [name for name in chosen if name not in by_category]
     if unknown:
         print(f"no prompts of category {unknown[0]!r}; there are: {', '.join(by_category)}", file=sys.stderr)
+        return 2
+    most = parts.settings.max_sequences
+    if min(args.loads) < 1 or max(args.loads) > most:
+        print(f"--loads: an engine keeps 1 to {most} answers going at once", file=sys.stderr)
         return 2
     found: dict[str, dict[int, list[Pair]]] = {name: {load: [] for load in args.loads} for name in chosen}
     with Progress(console=Console(stderr=True)) as progress:
@@ -180,7 +212,10 @@ def _report(console: Console, args: argparse.Namespace, found: dict[str, dict[in
         cells = []
         ratios[category] = {}
         for load, pairs in by_load.items():
-            ratio = statistics.median(pair.drafting / pair.plain for pair in pairs if pair.plain)
+            measured = [pair.drafting / pair.plain for pair in pairs if pair.plain and pair.drafting]
+            if not measured:
+                raise ConfigError(f"{category} at {load}: no step in which all were decoding; raise --max-tokens")
+            ratio = statistics.median(measured)
             ratios[category][str(load)] = round(ratio, 4)
             cells.append(f"{ratio:.3f} ({statistics.mean(pair.acceptance for pair in pairs):.2f})")
         table.add_row(category, *cells)

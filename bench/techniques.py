@@ -4,7 +4,7 @@
 
 Every rung adds one technique to the rung below and is measured beside it, in alternation, on the same conversations: chats of two
 turns behind one system prompt, with answers of unequal length, and now and then a long document. All answers must be the same on both
-rungs, wherever the weights are. Prints a table for people and, last, one JSON line. Takes about five minutes on two cores.
+rungs, where both use the same weights. Prints a table for people and, last, one JSON line. Takes some minutes on two cores (not timed in one go).
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Rung:
 def setup_with(settings: Settings, techniques: Sequence[str], users: int) -> Setup:
     """Everything but what stands higher on the ladder than these."""
     missing = [name for name in LADDER if name not in techniques]
-    return without(everything(settings), missing[::-1], users)  # the lower one decides where two change the same thing
+    return without(everything(settings), missing, users)
 
 
 def climb(

@@ -127,6 +127,17 @@ def bench(
     if compare is not None:
         from server.commands.compare import run as run_compare
 
+        loads = {
+            "--concurrency": concurrency,
+            "--rate": rate,
+            "--seed": seed,
+            "--html": html,
+            "--url": url,
+            "--limit": limit or None,
+        }
+        unused = [flag for flag, value in loads.items() if value is not None]
+        if unused:
+            raise typer.BadParameter(f"--compare runs its own loads and takes no {unused[0]}", param_hint=unused[0])
         raise typer.Exit(run_compare(settings, compare, prompts, n, max_tokens, repeats, peers_dir=peers_dir))
     from server.commands.bench import command, parse
 
@@ -163,10 +174,9 @@ def tune(
 
         raise typer.Exit(tune_live.run(live, api_key_file))
     from server.commands import tune as command
+    from server.commands.bench.parse import numbers
 
-    loads = [int(item) for item in concurrency.split(",") if item.strip().isdigit() and int(item) > 0]
-    if not loads:
-        raise typer.BadParameter("write a comma list of positive numbers, for example 1,4,16", param_hint="--concurrency")
+    loads = [int(load) for load in numbers("--concurrency", concurrency, whole=True)]
     raise typer.Exit(command.run(settings, prompts, n, max_tokens, temperature, seed, loads, repeats, minutes, out, plot))
 
 

@@ -1,7 +1,8 @@
 """One answer being made: engine events in, text pieces out. Knows incremental decoding, stop strings and what is counted;
 refuses to know sockets and JSON shapes.
 
-Text, ids, log probabilities, usage and draft counts are cut at the same token. Stop strings look at what is said, not at
+Text, ids, log probabilities, usage and draft counts are cut at the same token, but for a stop string found in text that was held
+back to the very end: its tokens were counted when they came. Stop strings look at what is said, not at
 reasoning. Pieces wait here and merge until they are taken, so a slow reader costs memory for text only.
 """
 
@@ -210,8 +211,8 @@ class Generation:
             self._end("error")
         elif event.finish_reason is not None:
             self.stop_token = event.stop_token
-            self._flush()
-            self._end(event.finish_reason)
+            matched = self._flush()
+            self._end("stop" if matched and event.finish_reason == "length" else event.finish_reason)
         self.notify()
 
     def cancel(self) -> None:
@@ -247,13 +248,16 @@ class Generation:
                 return index + 1, True
         return len(ids), False
 
-    def _flush(self) -> None:
-        """Release text that was held back; an incomplete character at the very end is dropped."""
-        rest = self._text.finish()
+    def _flush(self) -> bool:
+        """Release text that was held back; an incomplete character at the very end is dropped. True when a stop string ended
+        it: the tokens were counted when they came, the text behind it is not shown."""
+        rest, matched = self._text.finish(), False
         if self._stops is not None:
-            rest = self._stops.push(rest)[0] + self._stops.finish()
+            rest, matched = self._stops.push(rest)
+            rest += "" if matched else self._stops.finish()
         if rest:
             self._piece.parts.append(Part(rest))
+        return matched
 
     def _end(self, reason: FinishReason) -> None:
         self.finish_reason = reason

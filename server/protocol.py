@@ -118,10 +118,13 @@ class Error(msgspec.Struct, tag="error", kw_only=True, omit_defaults=True):
     retry_after: float | None = None
 
 
-class Snapshot(msgspec.Struct, tag="snapshot", kw_only=True):
+class Snapshot(msgspec.Struct, tag="snapshot", kw_only=True, omit_defaults=True):
+    """The whole answer so far, up to `seq`."""
+
     id: ClientId
     seq: int
     text: str
+    reasoning: str | None = None
 
 
 class Notice(msgspec.Struct, tag="notice", kw_only=True):

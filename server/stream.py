@@ -43,6 +43,7 @@ class ChatStream:
         self._pacer = Pacer() if pace else None
         self._ring: Ring[AnswerMessage] = Ring(ring_frames, AnswerMessage)
         self._text: list[str] = []
+        self._reasoning: list[str] = []
         self._reader_finished = False
         self._replay: deque[AnswerMessage | Snapshot] = deque()
 
@@ -102,7 +103,7 @@ class ChatStream:
         self.wake = nobody
         self._generation = self._pacer = self.reader = None
         if self.resumable:
-            self._text = ["".join(self._text)]
+            self._text, self._reasoning = ["".join(self._text)], ["".join(self._reasoning)]
             self._ring.pack()
 
     def resume(self, client_id: ClientId, after_seq: int) -> None:
@@ -121,7 +122,8 @@ class ChatStream:
             last = self._ring.after(self.seq - 2) or []
             ending = [message for message in last if isinstance(message, Done | Error)]
             seq = self.seq - 1 - len(ending)
-            self._replay = deque([Snapshot(id=client_id, seq=seq, text="".join(self._text))])
+            reasoning = "".join(self._reasoning) or None
+            self._replay = deque([Snapshot(id=client_id, seq=seq, text="".join(self._text), reasoning=reasoning)])
             self._replay.extend(msgspec.structs.replace(message, id=client_id) for message in ending)
         self.finished = self.finished and not self._replay
 
@@ -153,6 +155,7 @@ class ChatStream:
         if self.reader is not None:
             text, calls = _split(self.reader.feed(text))
         self._text.append(text)
+        self._reasoning.append(piece.reasoning)
         # Of what `text` shows where it shows something: reasoning and marks may have been drafted too.
         told = [part for part in piece.parts if part.channel == "content" and part.text] or piece.parts
         drafter = next((part.drafter for part in told if part.drafter), None)
@@ -160,8 +163,8 @@ class ChatStream:
         if self.top_logprobs is not None:
             logprobs = shapes.chat_logprobs(self._tokenizer, piece.token_ids, piece.logprobs, self.top_logprobs)
         return Delta(
-            id=self.client_id, seq=self.seq, text=text, reasoning=piece.reasoning or None, tokens=len(piece.token_ids), drafted=piece.drafted,
-            accepted=piece.accepted, drafter=drafter, logprobs=logprobs, tool_calls=calls,
+            id=self.client_id, seq=self.seq, text=text, reasoning=piece.reasoning or None,
+            tokens=len(piece.token_ids), drafted=piece.drafted, accepted=piece.accepted, drafter=drafter, logprobs=logprobs, tool_calls=calls,
             pieces=runs if len(runs) > 1 and drafter and self.reader is None else None,
         )  # fmt: skip
 

@@ -31,7 +31,6 @@ _PROBES = ((256, 8), (1024, 16))  # up to so many drafts under a load, every so 
 _PROBE_EVERY = 128  # later
 _PROBE_PRICE = 0.4  # what a probing step takes for the price of a node and of a pass
 _MARGIN = 1.12  # a draft pass must promise this much more than its time is worth: estimates err, plain steps do not
-_ALL_PLAIN, _SOME_PLAIN = 256, 4
 _SLACK = 0.7  # drafters see a price this much lower: the final cut is made over all requests
 
 
@@ -77,7 +76,6 @@ class PriceSpeculator:
         self._vocab_size = vocab_size
         self._skill = Skill()
         self._patience = Patience()
-        self._plain_steps = 0
         self._loads: dict[int, LoadState] = {}
         self._step: _Step | None = None
 
@@ -86,9 +84,12 @@ class PriceSpeculator:
     def rests(self, views: Sequence[SequenceView]) -> bool:
         self._step = None
         state = self._loads.get(max(0, len(views) - 1).bit_length())
-        if state is None or any(view.grammar for view in views):
+        if state is None:
             return False
-        if not state.guard.rests() and any(self._patience.allow(view.seq_id) for view in views):
+        willing = [view for view in views if view.policy.mode != "off" and view.policy.max_nodes != 0]
+        if any(view.grammar for view in willing):
+            return False  # forced tokens cost no question
+        if willing and not state.guard.rests() and any(self._patience.allow(view.seq_id) for view in willing):
             return False
         self._patience.step()
         return True
@@ -276,10 +277,7 @@ class PriceSpeculator:
         beside = step.total_ms - step.target_ms
         state.overheads.record(beside, drafted=decided.drafted, nodes=step.nodes - decided.rows)
         if not decided.drafted:
-            # Plain steps are all alike: once many were seen, some of them keep the table current.
-            self._plain_steps += 1
-            if self._plain_steps <= _ALL_PLAIN or self._plain_steps % _SOME_PLAIN == 0:
-                self.costs.record(step.nodes, load.context, load.sequences, step.target_ms, beside)
+            self.costs.record(step.nodes, load.context, load.sequences, step.target_ms, beside)
             return
         self.costs.record(step.nodes, load.context, load.sequences, step.target_ms, None)
         for name in decided.asked:

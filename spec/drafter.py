@@ -79,8 +79,8 @@ class Outcome:
 
 
 class Drafter(Protocol):
-    """`watches`: it must be told of every step of the sequences it serves. False: of the steps that end one, and of those in
-    which somebody drafts; it needs nothing else, and plain steps cost it nothing."""
+    """`watches`: it must be told of every step of the sequences it serves. False: steps in which nobody drafts and no sequence
+    ends may pass without a word, and then cost it nothing."""
 
     name: str
     watches: bool

@@ -438,3 +438,15 @@ def test_the_workload_shares_a_beginning_and_has_long_documents() -> None:
     assert long == [4, 9]
     assert all(p.later for i, p in prompts.items() if i not in long)
     assert len({p.messages[1]["content"] for p in prompts.values()}) == 10
+
+
+def test_names_of_techniques_may_stand_in_any_order() -> None:
+    full = everything(Settings())
+    one, other = (without(full, names, 4).admission for names in itertools.permutations(("batching", "continuous-batching")))
+    assert [one.room(running, waiting) for running in range(6) for waiting in range(6)] == [
+        other.room(running, waiting) for running in range(6) for waiting in range(6)
+    ]
+
+
+def test_nothing_said_is_not_identical() -> None:
+    assert figures.comparison([Run((), 1.0)], [Run((), 1.0)])["identical"] is False

@@ -138,6 +138,28 @@ def test_one_request_may_opt_out_while_its_neighbours_draft() -> None:
     assert [len(t) for t in rule.admit([off, on], budgets, {"d": [chain(0.9), chain(0.9)]})] == [0, 1]
 
 
+def test_steps_in_which_nobody_may_be_asked_rest() -> None:
+    rule = PriceSpeculator(Oracle(), table(lambda rows: 5.0 + 0.01 * rows))
+    off = [View(i, [1, 2], 2, policy=policy) for i, policy in enumerate((SpeculationPolicy("off"), SpeculationPolicy(max_nodes=0)))]
+    on = View(2, [1, 2], 2)
+    assert not rule.rests(off), "nothing is known of a load yet"
+    rule.budgets(off, [Limit(8, 8)] * 2, Load(0, 2, 4))
+    assert rule.rests(off)
+    assert not rule.rests([*off, on]), "of this load neither"
+    rule.budgets([*off, on], [Limit(8, 8)] * 3, Load(0, 3, 6))
+    assert not rule.rests([*off, on])
+    with pytest.raises(ValueError, match="not preceded"):
+        rule.admit([*off, on], [], {})
+
+
+def test_a_load_at_rest_is_looked_at_now_and_then() -> None:
+    lying = Lying(6.0)
+    lying.steps(600)  # the guard rests
+    view = View(1, [1, 2], 2)
+    passed = [lying.rule.rests([view]) or lying.steps(1) < 0 for _ in range(160)]
+    assert 0.8 < sum(passed) / len(passed) < 0.95
+
+
 def test_a_pass_must_bring_what_its_time_would() -> None:
     rule = PriceSpeculator(Oracle(), table(linear))
     view = View(1, [1, 2], 2)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 import pytest
 from checkpoints import write_rand_checkpoint
 
 from bench import never_slower
+from spec.engine import Engine
+from spec.request import Request, SamplingParams, TokenEvent
 
 
 @pytest.fixture(scope="module")
@@ -49,3 +53,44 @@ def test_groups_differ_and_short_categories_begin_anew() -> None:
     prompts = [never_slower.Prompt(str(i), "all", ()) for i in range(3)]
     names = [[p.id for p in never_slower.groups(prompts, 2, repeat)] for repeat in range(3)]
     assert names == [["0", "1"], ["2", "0"], ["1", "2"]]
+
+
+class Says:
+    """An engine that says what it is told, a token a step."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._tokens, self._left = tokens, {}
+
+    def add(self, request: Request) -> None:
+        self._left[request.id] = list(self._tokens)
+
+    def cancel(self, request_id: int) -> None:
+        self._left.pop(request_id, None)
+
+    def step(self) -> list[TokenEvent]:
+        events = []
+        for key, left in list(self._left.items()):
+            token = left.pop(0)
+            events.append(
+                TokenEvent(
+                    key, (token,), ("",), started=len(left) == len(self._tokens) - 1, finish_reason=None if left else "stop"
+                )
+            )
+            if not left:
+                del self._left[key]
+        return events
+
+
+@pytest.mark.parametrize(
+    ("other", "same"), [([1, 2, 3], True), ([1, 2, 4], False), ([1, 2], False), ([1, 2, 3, 4], False), ([9], False)]
+)
+def test_any_difference_is_seen(other: list[int], same: bool) -> None:
+    requests = [Request(i, (1,), SamplingParams(8)) for i in range(4)]
+    pair = never_slower.race(cast(Engine, Says([1, 2, 3])), cast(Engine, Says(other)), requests, 2, 0)
+    assert pair.same is same
+
+
+def test_what_cannot_be_raced_is_said_in_a_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert race(folder, "--loads", "4096") == 2
+    assert race(folder, "--loads", "1", "--max-tokens", "1") == 2
+    assert "raise --max-tokens" in capsys.readouterr().err

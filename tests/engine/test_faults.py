@@ -173,6 +173,11 @@ class Overdone(KeepAll):
         super().__init__()
         self.fault = fault
 
+    def rests(self, views: Sequence[SequenceView]) -> bool:
+        if self.fault == "rests raises":
+            raise RuntimeError("no rest")
+        return False
+
     def budgets(self, views: Sequence[SequenceView], limits: Sequence[Limit], load: Load) -> list[Budget]:
         if self.fault == "budgets raises":
             raise RuntimeError("no budget")
@@ -199,7 +204,7 @@ class Overdone(KeepAll):
 
 
 @pytest.mark.parametrize(
-    "fault", ["budgets raises", "budget too large", "admit raises", "too few trees", "tree too deep", "record raises"]
+    "fault", ["rests raises", "budgets raises", "budget too large", "admit raises", "too few trees", "tree too deep", "record raises"]
 )
 def test_a_speculator_in_trouble_costs_speed_only(fault: str, caplog: pytest.LogCaptureFixture) -> None:
     drafter = ScriptDrafter(truth(), SHAPES["chain"])

@@ -182,10 +182,16 @@ def test_half_a_character_stays_in_its_part(channels: Running) -> None:
     assert every_way(channels, in_channels(("analysis", f"a{first}"), ("other", f"{last}b")))[:2] == ("", "ab")
 
 
-@pytest.mark.parametrize(("said", "steps"), [("plain", 9), ("a longer answer without a single mark in it, which is shown", 9)])
-def test_an_answer_without_any_mark_is_content(channels: Running, said: str, steps: int) -> None:
+@pytest.mark.parametrize("said", ["plain", "a longer answer without a single mark in it, which is shown"])
+def test_an_answer_without_any_mark_is_content(channels: Running, said: str) -> None:
     assert every_way(channels, said)[:3] == (said, "", "stop")
     assert every_way(channels, said, stop=[said[-3:]])[:3] == (said[:-3], "", "stop")
+
+
+def test_a_stop_string_in_what_was_held_back_to_the_end_ends_it(channels: Running) -> None:
+    """The first tokens wait for a mark that may come; max_tokens comes first."""
+    assert every_way(channels, "plain", stop=["ai"], max_tokens=4)[:3] == ("pl", "", "stop")
+    assert every_way(channels, "plain", stop=["zz"], max_tokens=4)[:3] == ("plain", "", "length")
 
 
 def test_a_constrained_answer_and_a_raw_completion_have_no_parts(channels: Running) -> None:

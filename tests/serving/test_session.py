@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import weakref
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -223,6 +223,28 @@ def test_resume_replays_what_was_missed(desk: Desk, text: TextTools) -> None:
     assert [(f["id"], f["seq"], f["text"]) for f in other.frames()] == [("new", 2, "two"), ("new", 3, "three")]
     say(generation, "!", finish_reason="stop")
     assert [f["seq"] for f in other.frames()] == [4, 5]
+
+
+class Thinks(TextStream):
+    """Everything is reasoning."""
+
+    channel = "reasoning"
+
+    def push_one(self, token: int) -> tuple[str, str]:
+        return chr(token), "reasoning"
+
+
+def test_a_snapshot_holds_the_reasoning_too(desk: Desk, text: TextTools) -> None:
+    generation = desk.chat("a", resumable=True)
+    generation._text = cast(Any, Thinks(text.tokenizer))
+    for letter in "abcdefgh":
+        say(generation, letter, started=True)
+        frames = desk.frames()
+        if letter == "a":
+            response_id = frames[0]["response_id"]
+    desk.session.detach(1.0)
+    [snapshot] = resumed(desk, text, response_id, 0).frames()
+    assert (snapshot["type"], snapshot["text"], snapshot["reasoning"]) == ("snapshot", "", "abcdefgh")
 
 
 def test_resume_past_the_ring_is_a_snapshot(desk: Desk, text: TextTools) -> None:

@@ -6,6 +6,7 @@ baseline is the same engine without what `--without` names: plain decoding, unle
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -42,8 +43,10 @@ class Result:
 
 
 def run(settings: Settings, order: Order) -> int:
-    """Print tables and, last, one JSON line; returns 0. Raises ConfigError."""
+    """Print tables and, last, one JSON line; returns 0, or 1 when nothing at all was answered. Raises ConfigError."""
     if order.html is not None:
+        if not order.html.parent.is_dir():
+            raise ConfigError(f"--html {order.html}: there is no folder {order.html.parent}")
         from server.commands.bench import page  # says at once when the plotting library is not there
 
     prompts = dict(enumerate(read_prompts(order.prompts, order.n, order.turns)))
@@ -54,10 +57,14 @@ def run(settings: Settings, order: Order) -> int:
         print_result(console, result.figures)
     found = _json(order, prompts, results, about)
     if order.html is not None:
-        order.html.write_text(page.report(found, {r.traffic.label: r.runs for r in results}), encoding="utf-8")
-        console.print(f"report: {order.html}")
+        try:
+            order.html.write_text(page.report(found, {r.traffic.label: r.runs for r in results}), encoding="utf-8")
+            console.print(f"report: {order.html}")
+        except OSError as error:  # the figures are worth more than the page
+            print(f"forespeak: the report cannot be written to {order.html}: {error.strerror}", file=sys.stderr)
     print(msgspec.json.encode(found).decode())
-    return 0
+    answered = any(answer.ok for result in results for runs in result.runs.values() for run in runs for answer in run.answers)
+    return 0 if answered else 1
 
 
 # ---- measuring
@@ -137,10 +144,18 @@ def _remote_lanes(settings: Settings, order: Order) -> tuple[LanesFor, dict[str,
     from server.commands.bench.wires import openai_wire, socket_wire
 
     url = order.url or ""
-    scheme = urlsplit(url).scheme
-    if scheme not in ("http", "https", "ws", "wss"):
+    try:
+        parts = urlsplit(url)
+        scheme, valid = parts.scheme, bool(parts.hostname) and parts.port != 0
+    except ValueError:  # brackets or a port that are none
+        scheme, valid = "", False
+    if not valid or scheme not in ("http", "https", "ws", "wss"):
         raise ConfigError(
             f"--url {url!r}: write http://HOST:PORT for an OpenAI-compatible server or ws://HOST:PORT/v1/ws for ours"
+        )
+    if order.without != PLAIN:
+        raise ConfigError(
+            "--without changes engines in this process; of a server with --url only speculation can be switched off"
         )
     model = None if settings.model == DEFAULT_MODEL else settings.model
 
@@ -150,8 +165,8 @@ def _remote_lanes(settings: Settings, order: Order) -> tuple[LanesFor, dict[str,
         return lambda: openai_wire(url, model, order.key, "completions" if order.api == "completions" else "chat", extra)
 
     server = Remote("server", wire({}), order.sampling, seed=order.seed)
-    if not scheme.startswith("ws") or order.without != PLAIN:
-        return (lambda traffic: [server]), {}
+    if not scheme.startswith("ws"):
+        return (lambda traffic: [server]), {"without": None}
     plain = Remote(_baseline_name(order), wire({"speculation": {"mode": "off"}}), order.sampling, seed=order.seed)
     return (lambda traffic: [plain, server]), {}
 

@@ -32,8 +32,8 @@ def order(
         raise ConfigError(f"--turns {turns!r}: write first or all")
     if api not in ("chat", "completions"):
         raise ConfigError(f"--api {api!r}: write chat or completions")
-    users = tuple(int(u) for u in _numbers("--concurrency", concurrency or ("" if rate else "1"), whole=True))
-    rates = _numbers("--rate", rate or "", whole=False)
+    users = tuple(int(u) for u in numbers("--concurrency", concurrency or ("" if rate else "1"), whole=True))
+    rates = numbers("--rate", rate or "", whole=False)
     key = None
     if api_key_file is not None:
         from server.chat import read_key
@@ -45,8 +45,8 @@ def order(
     )  # fmt: skip
 
 
-def _numbers(flag: str, text: str, whole: bool) -> tuple[float, ...]:
-    """A comma list of numbers above 0."""
+def numbers(flag: str, text: str, whole: bool) -> tuple[float, ...]:
+    """A comma list of numbers above 0, at least one where there is any text. Raises ConfigError naming the item."""
     found = []
     for item in filter(None, (part.strip() for part in text.split(","))):
         try:

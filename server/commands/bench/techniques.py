@@ -66,7 +66,10 @@ TECHNIQUES: Mapping[str, tuple[str, Technique]] = {
     "continuous-batching": ("static batches: nobody starts before the whole batch has ended", _static_batches),
     "batching": ("one answer at a time", _one_at_a_time),
     "quantised-weights": ("the same weights in bfloat16", _settings(weights="bfloat16")),
-    "kv-cache": ("all tokens are computed again for every new one", _recompute),
+    "kv-cache": (
+        "all tokens are computed again for every new one, without prefix cache and speculation, which need it",
+        _recompute,
+    ),
 }
 
 
@@ -80,7 +83,8 @@ def parse_without(text: str) -> tuple[str, ...]:
 
 
 def without(setup: Setup, names: Sequence[str], users: int) -> Setup:
-    for name in names:
+    """The setup lacking those techniques, in whatever order they are named: the more basic one decides where two change the same."""
+    for name in [name for name in TECHNIQUES if name in names]:
         setup = TECHNIQUES[name][1](setup, users)
     return setup
 
