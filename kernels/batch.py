@@ -90,7 +90,7 @@ class KVTensors:
     """The keys and values of one model over the shared page pool. Same layout on every device.
 
     K is stored transposed inside a page so that one vector load takes the same channel of a whole page of keys.
-    dtype float32 or bfloat16.
+    dtype float32, bfloat16 or float8_e4m3fn.
     """
 
     k: torch.Tensor  # [L, pages, Hkv, D, page_size]

@@ -12,16 +12,33 @@ import pytest
 import torch
 from checkpoints import write_rand_checkpoint
 from loaded import error, logits, text
-from quantised_checkpoints import FORMS, GPTQ, INT8, TOKEN_ROWS, compressed, ints, write
+from quantised_checkpoints import FORMS, GPTQ, INT8, TOKEN_ROWS, Writer, awq, compressed, float8, gptq, ints, packed, write
 from safetensors.torch import load_file, save_file
 
 from kernels.linear import BlockWeight, DenseWeight, LayerWeight
-from kernels.linear.formats import Float8Weight, GroupWeight, Int8Weight, MxWeight
+from kernels.linear.formats import Float8Weight, GroupWeight, Int8Weight, MxWeight, PublishedWeight
 from kernels.linear.reference import dequantize
 from spec.errors import ModelFileError
 from spec.models import LoadedModel, load_model
 
-PUBLISHED = {"gptq": GroupWeight, "awq": GroupWeight, "packed": GroupWeight, "mxfp4": MxWeight, "fp8": Float8Weight}
+PUBLISHED: dict[str, type[PublishedWeight]] = {
+    "gptq": GroupWeight,
+    "gptq, act order": GroupWeight,
+    "gptq, 8 bits, one group": GroupWeight,
+    "gptq v2": GroupWeight,
+    "awq": GroupWeight,
+    "packed int4": GroupWeight,
+    "packed int4, zero points": GroupWeight,
+    "packed int4, act order": GroupWeight,
+    "packed int8, one group": GroupWeight,
+    "fp8, one scale": Float8Weight,
+    "fp8, blocks": Float8Weight,
+    "compressed fp8, a scale a row": Float8Weight,
+    "int8 rows": Int8Weight,
+    "int8 weights": GroupWeight,
+    "mxfp4": MxWeight,
+    "compressed mxfp4": MxWeight,
+}
 ROLES = {role: f"self_attn.{role}_proj" for role in "qkvo"} | {role: f"mlp.{role}_proj" for role in ("gate", "up", "down")}
 
 # Largest error of a value over the largest of its matrix once it is in a form that every kernel reads: float16 scales and minimums
@@ -67,14 +84,34 @@ def test_the_values_are_those_of_the_definition(form: str, made: Made) -> None:
 
 
 def test_each_form_keeps_its_published_kind(made: Made) -> None:
-    for form in FORMS:
-        kinds = {type(w) for w in matrices(load_model(made(form)[0], published=True)).values()}
-        if form == "int8 rows":
-            assert kinds == {Int8Weight}
-        elif form.removeprefix("compressed ").split(",")[0] in PUBLISHED:
-            assert kinds == {PUBLISHED[form.removeprefix("compressed ").split(",")[0]]}
+    assert PUBLISHED.keys() == FORMS.keys()
+    for form, kind in PUBLISHED.items():
+        assert {type(w) for w in matrices(load_model(made(form)[0], published=True)).values()} == {kind}, form
     ordered = matrices(load_model(made("gptq, act order")[0], published=True)).values()
     assert all(isinstance(w, GroupWeight) and w.order is not None for w in ordered)
+
+
+NARROW: dict[str, tuple[dict[str, Any], Writer]] = {
+    "gptq, groups of 24": (GPTQ | {"group_size": 24}, gptq(4, 24)),
+    "awq, groups of 8": (FORMS["awq"][0] | {"group_size": 8}, awq(8)),
+    "fp8, blocks of 8 columns": (FORMS["fp8, blocks"][0] | {"weight_block_size": [64, 8]}, float8(64, 8, "weight_scale_inv")),
+}
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_groups_too_narrow_for_a_device_come_in_a_form_every_kernel_reads(name: str, tmp_path: Path) -> None:
+    folder, wanted = write(tmp_path, NARROW[name])
+    for stem, weight in matrices(load_model(folder, published=True)).items():
+        assert isinstance(weight, BlockWeight | DenseWeight), stem
+        assert (values(weight) - wanted[stem]).abs().max() <= wanted[stem].abs().max() / 250, stem
+
+
+def test_one_group_needs_no_order(tmp_path: Path) -> None:
+    """desc_act, but every column shares the scale: there is nothing to tell apart, and no tensor that would."""
+    folder, wanted = write(tmp_path, (GPTQ | {"group_size": -1, "desc_act": True}, gptq(4, 10**6)))
+    change(folder, lambda t: [t.pop(name) for name in list(t) if name.endswith("g_idx")])
+    found = matrices(load_model(folder, published=True))
+    assert all(torch.equal(values(found[name]), wanted[name]) for name in wanted)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -134,8 +171,6 @@ def test_a_quantised_output_matrix_comes_in_a_form_every_kernel_reads(tmp_path: 
     """lm_head quantised too: `has` answers for it, and the vocabulary is trimmed like any other."""
     folder, _ = write(tmp_path, "packed int4")
     source = load_file(folder / "model.safetensors")
-    from quantised_checkpoints import packed
-
     parts, wanted = packed(4, 32, symmetric=True)(source["lm_head.weight"], torch.Generator())
 
     def replace(tensors: dict[str, torch.Tensor]) -> None:
@@ -188,7 +223,18 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "compressed, int4 with int8 rows": (compressed("pack-quantized", ints(4, 32, True), TOKEN_ROWS), "with quantised activations"),
     "compressed, static rows": (
         compressed("int-quantized", INT8, TOKEN_ROWS | {"dynamic": False, "strategy": "tensor"}),
-        "activations that are not 8 bits, symmetric and scaled row by row",
+        "activations that are not integers of 8 bits, symmetric and scaled row by row",
+    ),
+    "compressed, float rows": (
+        compressed("int-quantized", INT8, TOKEN_ROWS | {"type": "float"}),
+        "activations that are not integers of 8 bits, symmetric and scaled row by row",
+    ),
+    "compressed, int8 with zero points": (compressed("int-quantized", INT8 | {"symmetric": False}), "with zero points or an order"),
+    "compressed, int8 in another order": (compressed("int-quantized", INT8 | {"actorder": "group"}), "with zero points or an order"),
+    "compressed, rotated": (
+        compressed("pack-quantized", ints(4, 32, True))
+        | {"transform_config": {"config_groups": {"R4": {"type": "hadamard", "apply": [{"targets": ["down_proj"]}]}}}},
+        "weights that need their rows rotated (transform_config) are not supported",
     ),
     "compressed, two kinds": (
         compressed("pack-quantized", ints(4, 32, True))
@@ -212,6 +258,9 @@ def test_what_cannot_be_served_is_named_beside_what_can(name: str, tmp_path: Pat
 Q = "model.layers.0.self_attn.q_proj"
 DAMAGE: dict[str, tuple[str, Callable[[dict[str, torch.Tensor]], Any], str]] = {
     "no zero points": ("gptq", lambda t: t.pop(f"{Q}.qzeros"), "qzeros': missing, and gptq needs it"),
+    "no order, act order": ("gptq, act order", lambda t: t.pop(f"{Q}.g_idx"), "g_idx': missing, and gptq needs it"),
+    "packed: no order, act order": ("packed int4, act order", lambda t: t.pop(f"{Q}.weight_g_idx"), "weight_g_idx': missing, and"),
+    "packed: no zero points": ("packed int4, zero points", lambda t: t.pop(f"{Q}.weight_zero_point"), "zero_point': missing, and"),
     "no weight at all": ("gptq", lambda t: t.pop(f"{Q}.qweight"), f"{Q}.weight': missing"),
     "another group size": (
         "awq",
@@ -243,3 +292,13 @@ def test_damage_is_refused_with_the_tensor_and_what_was_expected(name: str, tmp_
     folder, _ = write(tmp_path, form)
     change(folder, edit)
     assert wanted in message(folder)
+
+
+@pytest.mark.parametrize("layout", ["packed", "awq"])
+def test_an_odd_width_of_four_bits_is_refused(layout: str, tmp_path: Path) -> None:
+    if layout == "packed":
+        folder, _ = write(tmp_path, "packed int4", intermediate=97)
+        assert "down_proj.weight_packed': 97 columns of 4 bits; only even widths are supported" in message(folder)
+    else:
+        folder, _ = write(tmp_path, "awq", hidden=65)
+        assert "proj.qweight': 65 columns of 4 bits; only even widths are supported" in message(folder)

@@ -29,6 +29,8 @@ class Quantisation:
     bits: int = 8  # gptq, awq, packed
     group: int | None = None  # columns that share a scale; None: all
     zero_shift: int = 0  # gptq: added to stored zero points
+    ordered: bool = False  # gptq, packed: only the tensors say which group a column is in
+    zero_points: bool = False  # packed: zero points are stored; otherwise they may be
     integer_rows: bool = False  # int8: rows are quantised to 8 bits too
     block: tuple[int, int] | None = None  # float8: outputs and columns that share a scale; None: the scale's shape says
 
@@ -94,7 +96,7 @@ def _gptq(own: _Named) -> Quantisation:
         own.refuse(f"gptq weights in checkpoint_format {shown(form)}")
     if own.get("dynamic", {}):
         own.refuse("gptq weights with other settings for some modules (dynamic)")
-    return Quantisation("gptq", "gptq", bits, own.group(), _GPTQ_FORMATS[form])
+    return Quantisation("gptq", "gptq", bits, own.group(), _GPTQ_FORMATS[form], ordered=own.flag("desc_act", False))
 
 
 def _awq(own: _Named) -> Quantisation:
@@ -128,6 +130,9 @@ def _block(own: _Named, name: str) -> tuple[int, int] | None:
 
 
 def _compressed(own: _Named) -> Quantisation:
+    transform = own.nested("transform_config")
+    if transform is not None and any(transform.values.values()):
+        own.refuse("compressed-tensors weights that need their rows rotated (transform_config)")
     groups = own.nested("config_groups")
     if groups is None or not groups.values:
         own.fail("config_groups", "missing or empty; an object of groups was expected")
@@ -153,11 +158,24 @@ def _compressed_group(own: _Named, group: _Named) -> Quantisation:
     if form in ("float-quantized", "naive-quantized") and (kind, bits) == ("float", 8):
         return Quantisation("float8", what, block=_block(weights, "block_structure"))
     if form == "pack-quantized" and kind == "int" and bits in (4, 8) and rows is None:
-        return Quantisation("packed", what, bits, weights.group())
+        zero_points = not weights.flag("symmetric", True)
+        return Quantisation("packed", what, bits, weights.group(), ordered=_ordered(weights), zero_points=zero_points)
     if form in ("int-quantized", "naive-quantized") and (kind, bits) == ("int", 8):
-        if rows is not None and not (
-            rows.get("num_bits", 8) == 8 and rows.get("dynamic", False) and rows.get("symmetric", True)
-        ):
-            own.refuse(f"{what} with activations that are not 8 bits, symmetric and scaled row by row as they come (dynamic)")
+        if not weights.flag("symmetric", True) or _ordered(weights):
+            own.refuse(f"{what} with zero points or an order of columns")
+        if rows is not None and not _dynamic_integers(rows):
+            own.refuse(
+                f"{what} with activations that are not integers of 8 bits, symmetric and scaled row by row as they come (dynamic)"
+            )
         return Quantisation("int8", what, 8, weights.group(), integer_rows=rows is not None)
     return own.refuse(what if rows is None else f"{what} with quantised activations")
+
+
+def _ordered(weights: _Named) -> bool:
+    """Whether groups hold columns in order of importance. "weight" and "static" used that order but left columns where they were."""
+    return weights.get("actorder", False) not in (False, "weight", "static")
+
+
+def _dynamic_integers(rows: _Named) -> bool:
+    kind, bits = rows.get("type", "int"), rows.get("num_bits", 8)
+    return bool((kind, bits) == ("int", 8) and rows.get("dynamic", False) and rows.get("symmetric", True))

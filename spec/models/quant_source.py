@@ -1,7 +1,8 @@
 """A safetensors folder of quantised matrices as a `TensorSource`. Knows which tensors a published matrix is made of.
 
 A matrix is quantised when its packed tensors are there; one with a float `weight` is read as in any other folder. The vocabulary's
-matrices and, unless `Form.published` asks for the published form, all others come in the forms that every kernel reads.
+matrices and, unless `Form.published` asks for the published form and devices can read its groups, all others come in the forms that
+every kernel reads.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from kernels.linear.formats import (
     Int8Weight,
     MxWeight,
     PublishedWeight,
+    step_columns,
 )
 from kernels.linear.formats.reference import dequantize
 from spec.models.host_form import host_form
@@ -63,11 +65,15 @@ class QuantisedSource(SafetensorsSource):
     def matrix(self, stem: str, shape: tuple[int, int], bias: torch.Tensor | None, heads: int = 0) -> LayerWeight:
         if not self._quantised(stem):
             return super().matrix(stem, shape, bias, heads)
+        if self.quantisation.bits == 4 and shape[1] % 2:
+            self.refuse(
+                f"{stem}.{_MARKS[self.quantisation.layout][0]}", f"{shape[1]} columns of 4 bits; only even widths are supported"
+            )
         weight = self._readers[self.quantisation.layout](stem, *shape, bias)
         vocabulary = stem in (self.stem("embedding"), self.stem("lm_head"))
         if self.form.weights != "native":
             return self.form.dense(dequantize(weight).to(DTYPES[self.form.weights]), bias, vocabulary)
-        if self.form.published and not vocabulary:
+        if self.form.published and not vocabulary and step_columns(weight):
             return weight
         return host_form(weight, self.form, vocabulary)
 
@@ -98,6 +104,11 @@ class QuantisedSource(SafetensorsSource):
             self.refuse(name, "has scales that are not finite numbers (NaN or infinity)")
         return values
 
+    def _group_of(self, name: str, into: int, groups: int) -> torch.Tensor | None:
+        """int32 [in], the group of each column. None: in order, which the tensor must say itself where the config says otherwise."""
+        read = self._read if self.quantisation.ordered and groups > 1 else self._optional
+        return read(name, (into,), _WORDS)
+
     def _divides(self, name: str, size: int, by: int, what: str) -> int:
         if size % by:
             self.refuse(name, f"{size} {what} do not fill words of {by}")
@@ -112,7 +123,7 @@ class QuantisedSource(SafetensorsSource):
         name = f"{stem}.qweight"
         qweight = self._read(name, (self._divides(name, into, per_word, "columns"), out), _WORDS)
         qzeros = self._read(f"{stem}.qzeros", (groups, self._divides(name, out, per_word, "outputs")), _WORDS)
-        g_idx = self._optional(f"{stem}.g_idx", (into,), _WORDS)
+        g_idx = self._group_of(f"{stem}.g_idx", into, groups)
         try:
             return from_gptq(
                 qweight, qzeros, self._scales(f"{stem}.scales", (groups, out)), g_idx, own.bits, group, own.zero_shift, bias
@@ -136,8 +147,9 @@ class QuantisedSource(SafetensorsSource):
         if shape is not None and shape.tolist() != [out, into]:
             self.refuse(f"{stem}.weight_shape", f"{shape.tolist()}; the config asks for {[out, into]}")
         packed = self._read(f"{stem}.weight_packed", (out, -(-into // per_word)), _WORDS)
-        zero = self._optional(f"{stem}.weight_zero_point", (-(-out // per_word), groups), _WORDS)
-        g_idx = self._optional(f"{stem}.weight_g_idx", (into,), _WORDS)
+        read = self._read if own.zero_points else self._optional
+        zero = read(f"{stem}.weight_zero_point", (-(-out // per_word), groups), _WORDS)
+        g_idx = self._group_of(f"{stem}.weight_g_idx", into, groups)
         scale = self._scales(f"{stem}.weight_scale", (out, groups))
         try:
             return from_packed(packed, scale, zero, g_idx, own.bits, group, into, bias)

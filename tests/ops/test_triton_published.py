@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -10,7 +11,7 @@ import torch
 from device import DEVICE, to_device
 from engine_kit import greedy_request
 from loaded import text
-from quantised_checkpoints import write
+from quantised_checkpoints import GPTQ, gptq, write
 from toy import Row, new_store, step_inputs
 
 from kernels import native
@@ -19,8 +20,9 @@ from kernels.decoder.reference import ReferenceDecoder
 from kernels.decoder.triton import TritonDecoder
 from kernels.linear import BlockWeight
 from kernels.linear.formats import GroupWeight
-from server.compose import load_parts, make_engine
+from server.compose import Parts, load_parts, make_engine
 from server.settings import Settings
+from spec.engine import Engine
 from spec.errors import ConfigError
 from spec.models import load_model
 
@@ -60,52 +62,49 @@ def test_placed_moves_every_tensor_once(tmp_path: Path) -> None:
     assert placed(weights, "cpu").embedding.values is weights.embedding.values  # type: ignore[union-attr]
 
 
+def served(
+    backend: Literal["reference", "triton"], folder: Path, drafters: str, tokens: int, **more: Any
+) -> tuple[Engine, Parts, list[int]]:
+    """An engine on that backend, its parts, and what it says to one greedy request."""
+    settings = Settings(
+        model=str(folder),
+        backend=backend,
+        device="cpu" if backend == "reference" else DEVICE,  # type: ignore[arg-type]
+        tree_shape="chain:3",
+        cache_dir=str(folder.parent / "cache"),
+        **more,
+    )
+    parts = load_parts(settings)
+    engine = make_engine(parts, drafters)
+    engine.add(greedy_request(1, text(4) * 3, tokens))
+    return engine, parts, [token for _ in range(12) for event in engine.step() for token in event.token_ids]
+
+
 @pytest.mark.parametrize("drafters", ["none", "suffix"])
 def test_serving_on_triton_says_what_the_reference_says(drafters: str, tmp_path: Path) -> None:
     folder, _ = write(tmp_path / "model", "awq")
-    said = {}
-    for backend, device in (("reference", "cpu"), ("triton", DEVICE)):
-        settings = Settings(
-            model=str(folder),
-            backend=backend,  # type: ignore[arg-type]
-            device=device,  # type: ignore[arg-type]
-            kv_type="float32",
-            kv_memory=2**19,
-            tree_shape="chain:3",
-            cache_dir=str(tmp_path / "cache"),
-        )
-        parts = load_parts(settings)
-        kinds = {type(parts.model.weights.layers[0].q)}
-        assert kinds == ({BlockWeight} if backend == "reference" else {GroupWeight})
-        engine = make_engine(parts, drafters)
-        engine.add(greedy_request(1, text(4) * 3, 6))
-        tokens: list[int] = []
-        for _ in range(12):
-            tokens += [token for event in engine.step() for token in event.token_ids]
-        said[backend] = tokens
-    assert len(said["triton"]) == 6
-    assert said["triton"] == said["reference"]
+    sizes = {"kv_type": "float32", "kv_memory": 2**19}
+    _, host, wanted = served("reference", folder, drafters, 6, **sizes)
+    _, device, said = served("triton", folder, drafters, 6, **sizes)
+    assert type(host.model.weights.layers[0].q) is BlockWeight
+    assert type(device.model.weights.layers[0].q) is GroupWeight
+    assert len(said) == 6
+    assert said == wanted
+
+
+def test_groups_too_narrow_for_the_kernels_are_served(tmp_path: Path) -> None:
+    folder, _ = write(tmp_path / "model", (GPTQ | {"group_size": 24}, gptq(4, 24)))
+    sizes = {"kv_type": "float32", "kv_memory": 2**19}
+    assert served("triton", folder, "none", 4, **sizes)[2] == served("reference", folder, "none", 4, **sizes)[2]
 
 
 def test_keys_in_8_bits_are_served_and_refused_by_the_native_kernels(tmp_path: Path) -> None:
     folder, _ = write(tmp_path / "model", "fp8, one scale")
     said = {}
-    for backend, device in (("reference", "cpu"), ("triton", DEVICE)):
-        settings = Settings(
-            model=str(folder),
-            backend=backend,  # type: ignore[arg-type]
-            device=device,  # type: ignore[arg-type]
-            kv_type="float8",
-            kv_memory=2**17,
-            tree_shape="chain:3",
-            cache_dir=str(tmp_path / "cache"),
-        )
-        parts = load_parts(settings)
-        engine = make_engine(parts, "suffix")
+    for backend in ("reference", "triton"):
+        engine, parts, said[backend] = served(backend, folder, "suffix", 5, kv_type="float8", kv_memory=2**17)
         assert engine.config.num_pages == 2**17 // (2 * 2 * 32 * 16)  # a byte each: keys and values of 2 heads of 32
-        engine.add(greedy_request(1, text(4) * 3, 5))
-        said[backend] = [token for _ in range(10) for event in engine.step() for token in event.token_ids]
     assert said["triton"] == said["reference"]
     if native.load() is not None:
         with pytest.raises(ConfigError, match="--kv-type float8 is not for the native kernels; they keep bfloat16 or float32"):
-            load_parts(msgspec.structs.replace(settings, backend="native", device="cpu"))
+            load_parts(msgspec.structs.replace(parts.settings, backend="native", device="cpu"))

@@ -3,7 +3,7 @@
 Numbers are packed one at a time with Python integers. Every writer gives the folder and, by module, the float32 matrix that the
 format's own definition makes of what was written.
 
-write(path, form, **overrides) -> (folder, {module: matrix})     `form` is a key of FORMS
+write(path, form, **overrides) -> (folder, {module: matrix})     `form` is a key of FORMS, or a config and a writer of its own
 """
 
 from __future__ import annotations
@@ -258,9 +258,11 @@ FORMS: dict[str, tuple[dict[str, Any], Writer]] = {
 }  # fmt: skip
 
 
-def write(path: Path, form: str, seed: int = 0, **overrides: Any) -> tuple[Path, dict[str, torch.Tensor]]:
+def write(
+    path: Path, form: str | tuple[dict[str, Any], Writer], seed: int = 0, **overrides: Any
+) -> tuple[Path, dict[str, torch.Tensor]]:
     """A one-layer RAND checkpoint with every projection quantised; the vocabulary's matrices stay float."""
-    config, writer = FORMS[form]
+    config, writer = FORMS[form] if isinstance(form, str) else form
     spec = rand(**({"layers": 1, "hidden": 64, "intermediate": 96} | overrides))
     g = torch.Generator().manual_seed(seed)
     tensors, matrices = {}, {}

@@ -103,3 +103,18 @@ class Int8Weight:
 
 
 PublishedWeight = GroupWeight | Float8Weight | MxWeight | Int8Weight
+
+_LEAST_STEP, _MOST_STEP = 16, 64  # columns of one product on tensor cores
+
+
+def step_columns(weight: PublishedWeight) -> int:
+    """Columns that a device multiplies at once, a power of two that never leaves a group. 0: its groups allow none that a device takes."""
+    if isinstance(weight, MxWeight):
+        return MX_BLOCK
+    group = weight.in_features
+    if isinstance(weight, GroupWeight):
+        group = weight.group
+    elif isinstance(weight, Float8Weight):
+        group = weight.columns
+    step = _MOST_STEP if group >= weight.in_features else min(_MOST_STEP, group & -group)
+    return step if step >= _LEAST_STEP else 0

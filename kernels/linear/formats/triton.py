@@ -13,7 +13,16 @@ import triton.language as tl
 
 from kernels.float8.triton import from_e4m3
 from kernels.interpreter import interpreted
-from kernels.linear.formats import INT8_LARGEST, MX_BLOCK, Float8Weight, GroupWeight, Int8Weight, MxWeight, PublishedWeight
+from kernels.linear.formats import (
+    INT8_LARGEST,
+    MX_BLOCK,
+    Float8Weight,
+    GroupWeight,
+    Int8Weight,
+    MxWeight,
+    PublishedWeight,
+    step_columns,
+)
 
 INT4, INT8, E4M3, E2M1 = range(4)  # kinds of codes
 
@@ -187,8 +196,8 @@ def _weight_only(x: torch.Tensor, weight: GroupWeight | Float8Weight | MxWeight,
     else:
         kind, codes, scale, group = E2M1, weight.codes, weight.exponent, MX_BLOCK
         strides = (scale.stride(0), 1)
-    block_k = 64 if group >= width else min(64, group & -group)  # a step of the loop stays inside one group
-    if block_k < 16:
+    block_k = step_columns(weight)
+    if not block_k:
         raise ValueError(f"groups of {group} columns; a multiple of 16, or all {width} columns, is supported")
     _weight_only_kernel[(triton.cdiv(outs, 64), triton.cdiv(rows, block_m))](
         x, codes, scale, zero, order, weight.bias, y, rows, outs, width, *strides, scale_rows, group,
