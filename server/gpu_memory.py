@@ -10,11 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kernels.decoder import DecoderShape
+from kernels.tree_attention.ordered import parts_of
 from spec.errors import ConfigError
 
 FLOAT = 4  # bytes; the residual stream and every activation are float32
 SLACK = 1.25  # allocator rounding and short-lived copies
-MOST_PARTS = 16  # partial results of attention that are merged at long context
+MOST_PARTS = (
+    16  # partial results of the fast attention that are merged at long context; the ordered one's grow with the context
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +34,13 @@ def largest_step(chunk_tokens: int, max_sequences: int, max_tree_nodes: int) -> 
     return LargestStep(chunk_tokens + trees, trees + 1)
 
 
-def step_bytes(shape: DecoderShape, step: LargestStep) -> int:
-    """Tensors of one pass that are alive at once, from above: the stream and its norm, q k v, attention and its parts, gate and up
-    with their product, and two copies of the logits (raw and processed)."""
+def step_bytes(shape: DecoderShape, step: LargestStep, deterministic: bool = False) -> int:
+    """Tensors of one pass that are alive at once, from above: the stream and its norm, q k v, attention and its parts (sums, and two
+    numbers a head), gate and up with their product, and two copies of the logits (raw and processed). `deterministic`: attention in
+    order, at the longest context that the shape has positions for."""
     q_width, kv_width = shape.q_heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    attention = 2 * q_width + 2 * kv_width + MOST_PARTS * q_width
+    parts = parts_of(shape.max_position) if deterministic else MOST_PARTS
+    attention = 2 * q_width + 2 * kv_width + parts * (q_width + 2 * shape.q_heads)
     row = 3 * shape.hidden + max(attention, 3 * shape.intermediate)
     return int(SLACK * FLOAT * (step.nodes * row + 2 * step.scored * shape.vocab_size))
 

@@ -25,6 +25,7 @@ LOG2_E = 1.4426950408889634
 BLOCK_N = 64  # keys visited at once
 WANTED_PROGRAMS = 264  # two for each multiprocessor of a large device; more splits than that only add merging
 MIN_SPLIT_KEYS = 256
+MOST_SHARED_SPLITS = 15  # a step is sized for them and one part more, however many keys are shared
 
 
 @triton.jit
@@ -236,7 +237,7 @@ def tree_attention(
 
     shared, shared_splits = inputs.shared, 0
     if shared is not None:
-        shared_splits = max(1, min(WANTED_PROGRAMS // kv_heads, triton.cdiv(shared.keys, MIN_SPLIT_KEYS)))
+        shared_splits = splits_of_shared((shared.nodes[1] - shared.nodes[0]) * groups, kv_heads, shared.keys)
     parts = splits + shared_splits
     pieces = _pieces(q, parts, empty=shared is not None) if parts > 1 else None
     target, top, total = pieces or (out, None, None)
@@ -258,6 +259,16 @@ def tree_attention(
             *pieces, out, nodes * q_heads, parts, DIM=dim, BLOCK_D=block_d, num_warps=1, enable_fp_fusion=False
         )
     return out
+
+
+def splits_of_shared(lanes: int, kv_heads: int, keys: int) -> int:
+    """How many parts `keys` shared keys are cut into, under tiles of `lanes` nodes times grouped heads in all."""
+    tiles = triton.cdiv(lanes, _shared_height(lanes))
+    return int(max(1, min(WANTED_PROGRAMS // (tiles * kv_heads), triton.cdiv(keys, MIN_SPLIT_KEYS), MOST_SHARED_SPLITS)))
+
+
+def _shared_height(lanes: int) -> int:
+    return min(128, max(16, int(triton.next_power_of_2(lanes))))
 
 
 def _pieces(q: torch.Tensor, parts: int, empty: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -288,9 +299,10 @@ def _shared_level(
     nodes, q_heads, dim = q.shape
     kv_heads, page_size = store_k.shape[1], store_k.shape[-1]
     groups, (first, last) = q_heads // kv_heads, shared.nodes
-    block_m = min(128, max(16, triton.next_power_of_2((last - first) * groups)))
+    lanes = (last - first) * groups
+    block_m = _shared_height(lanes)
     split_keys = triton.cdiv(triton.cdiv(shared.keys, splits), BLOCK_N) * BLOCK_N
-    _shared_kernel[(triton.cdiv((last - first) * groups, block_m), kv_heads, splits)](
+    _shared_kernel[(triton.cdiv(lanes, block_m), kv_heads, splits)](
         q, store_k, store_v, *parts, inputs.positions, inputs.page_table, scale * LOG2_E, window or 0, first, last,
         shared.rows[0], shared.keys, nodes, inputs.page_table.shape[1], kv_heads, split_keys, place, GROUPS=groups, DIM=dim,
         PAGE=page_size, BLOCK_M=block_m, BLOCK_N=BLOCK_N, BLOCK_D=max(16, triton.next_power_of_2(dim)),

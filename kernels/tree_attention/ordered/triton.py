@@ -9,9 +9,9 @@ import triton.language as tl
 from kernels.batch import StepInputs
 from kernels.float8.reference import codes
 from kernels.float8.triton import from_e4m3
+from kernels.tree_attention.ordered import SPLIT, parts_of
 from kernels.tree_attention.triton import LOG2_E, _merge_kernel, _row_of_tile
 
-SPLIT = 256  # positions of one part
 TILE = 16  # nodes times grouped heads of one program: one height for every batch, and with it one order of every sum
 
 
@@ -132,7 +132,7 @@ def tree_attention(
     block_m = max(TILE, triton.next_power_of_2(groups))
     block_q = block_m // groups
     tiles = nodes // block_q + rows
-    parts = triton.cdiv(inputs.page_table.shape[1] * page_size, SPLIT)
+    parts = parts_of(inputs.page_table.shape[1] * page_size)
     partial = out.new_empty(parts, nodes, q_heads, dim)
     top = out.new_empty(parts, nodes, q_heads)
     total = torch.empty_like(top)
