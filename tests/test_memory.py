@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from checkpoints import write_rand_checkpoint
 
+from bench import startup
 from kernels.batch import KVTensors
 from server.compose import build_engine
 from server.settings import Settings
@@ -47,3 +49,34 @@ def test_the_engine_process_keeps_no_second_copy_of_the_weights(tmp_path: Path) 
     gc.collect()
     assert ready.num_pages == engine.config.num_pages
     assert not [thing for thing in gc.get_objects() if type(thing) is LoadedModel]
+
+
+def test_memory_that_the_two_processes_share_is_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library of 48 MiB, mapped by both: half of it belongs to each while both are there, all of it to one that is alone."""
+    size = 48 * MIB
+    (tmp_path / "library.bin").write_bytes(bytes(size))
+    (tmp_path / "heavy.py").write_text(
+        "import mmap, pathlib\n"
+        "file = open(pathlib.Path(__file__).parent / 'library.bin', 'rb')\n"
+        "held = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)\n"
+        "touched = sum(held[::4096])\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(startup, "LIBRARIES", ("heavy", "heavy, json"))
+    assert size < startup.library_bytes() < 1.8 * size
+
+
+def test_the_limit_of_a_server_grows_with_the_keys_and_values_in_use_only() -> None:
+    """Ten tokens of 1 MiB each: the limit after the answer is 10 MiB above the one at ready, whatever the server reserves."""
+    options = argparse.Namespace(factor=1.5, seconds=5.0)
+
+    def report(ready: int, after: int) -> dict[str, object]:
+        life = startup.Life(1.0, {"server": ready * MIB}, {"server": after * MIB}, tokens=10)
+        return startup.report([life], weights=100 * MIB, per_token=MIB, bare=20 * MIB, options=options)
+
+    assert report(150, 160)["memory_in_limit"]
+    assert not report(151, 160)["memory_in_limit"]
+    over = report(150, 161)
+    assert not over["memory_in_limit"]
+    assert over["limit_bytes"] == {"ready": 150 * MIB, "after_answer": 160 * MIB}
+    assert over["memory_over_limit_without_libraries"] == round(141 / 160, 3)
