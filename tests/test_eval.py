@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from checkpoints import write_rand_checkpoint
 from typer.testing import CliRunner
 
+from kernels import native
 from kernels.batch import KVTensors
 from server.cli import app
 from server.corpus import docstrings
@@ -37,7 +39,8 @@ def target(folder: Path, window: int) -> TargetModel:
 
 
 def run(model: Path, tmp_path: Path, *arguments: str) -> Any:
-    sizes = ["--backend", "reference", "--cache-dir", str(tmp_path / "cache")]
+    backend = [] if "--backend" in arguments else ["--backend", "reference"]
+    sizes = [*backend, "--cache-dir", str(tmp_path / "cache")]
     return CliRunner().invoke(app, ["eval", str(model), *arguments, *sizes])
 
 
@@ -105,6 +108,20 @@ def test_a_text_file_is_read_and_a_loss_beyond_the_limit_fails(model: Path, tmp_
     change = json.loads(worse.stdout.splitlines()[-1])["change_percent"]
     assert worse.exit_code == (1 if change > 0 else 0)
     assert change != 0.0
+
+
+@pytest.mark.skipif(native.load() is None, reason="no native kernels here")
+def test_torch_has_every_core_although_the_native_kernels_leave_it_one(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
+    threads = torch.get_num_threads()
+    try:
+        result = run(model, tmp_path, "--limit", "300", "--no-reference", "--backend", "native")
+        assert result.exit_code == 0, result.output
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_a_text_that_cannot_be_used_is_refused_in_one_line(model: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from server.compose import Parts, load_parts
-from server.peers import measure, report
+from server.peers import environments, measure, report
 from server.peers.catalog import PEERS, Arm, Peer
 from server.peers.compare import OUR_AUTO, OUR_PLAIN, Findings, Order, compare, named
 from server.peers.contest import Answer
@@ -163,6 +163,28 @@ def test_an_environment_is_made_once_and_again_when_its_pins_change(tmp_path: Pa
     (tmp_path / "toy" / "stamp").write_text("other pins", encoding="utf-8")
     prepare(peer, tmp_path)
     assert not marker.exists()
+
+
+def test_an_installation_that_hangs_is_ended_with_all_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    installer = tmp_path / "python"
+    installer.write_text('#!/bin/sh\necho "$$"\nsleep 60 &\necho "$!"\nwait\n')
+    installer.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(installer))
+    monkeypatch.setattr(environments, "INSTALL_SECONDS", 0.5)
+    said: list[str] = []
+    began = time.monotonic()
+    with pytest.raises(PeerUnavailable, match=r"installing took longer than 0\.5 s"):
+        prepare(toy("toy"), tmp_path, said.append)
+    assert time.monotonic() - began < 30
+    deadline = time.monotonic() + 10  # until whoever adopted them has seen them end
+    while any(alive(int(pid)) for pid in said) and time.monotonic() < deadline:
+        pass
+    assert len(said) == 2
+    assert not any(alive(int(pid)) for pid in said)
+
+
+def alive(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists() and state_of(pid) != "Z"
 
 
 def test_names_of_peers_are_checked_before_anything_is_installed() -> None:

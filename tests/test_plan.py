@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import write_rand_checkpoint
+from checkpoints import write_rand_checkpoint, write_rand_gguf
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
@@ -121,6 +121,19 @@ def test_draft_models_add_their_weights_and_their_tokens() -> None:
     assert both["chats"]["paged"] < alone["chats"]["paged"]
 
 
+def test_a_draft_model_is_counted_as_it_is_published_beside_a_target_of_another_type(tmp_path: Path) -> None:
+    draft = facts("llama-3.2-1b")
+    alone, both = run("gpt-oss-120b"), run("gpt-oss-120b", "--draft", "llama-3.2-1b")
+    assert (both["weights"], both["draft_weights"]) == ("mxfp4", {draft.name: "bf16"})
+    assert both["weight_bytes"] - alone["weight_bytes"] == weight_bytes(draft, "bf16")
+    # one whose files are here is counted as they are, though the target's are not
+    folder = write_rand_checkpoint(tmp_path / "rand")
+    stored = read_facts(str(folder), tmp_path).stored_bytes
+    beside = run("llama-3.3-70b", "--draft", str(folder))
+    assert list(beside["draft_weights"].values()) == ["stored"]
+    assert beside["weight_bytes"] - run("llama-3.3-70b")["weight_bytes"] == stored
+
+
 @given(
     tokens=st.integers(1, 4000),
     window=st.integers(1, 300),
@@ -205,9 +218,21 @@ def test_what_makes_no_sense_is_refused_in_one_line(arguments: list[str], words:
         ({"hidden_size": "big"}, "hidden_size"),
         ({"layer_types": ["linear_attention"] * 32}, "layer_types"),
         ({"layer_types": ["full_attention"]}, "layer_types"),
+        ({"num_attention_heads": 8192, "head_dim": None}, "num_attention_heads: 8192; hidden_size is only 4096"),
     ],
 )
 def test_a_config_that_cannot_be_right_is_refused_by_field(change: dict[str, Any], word: str) -> None:
     config = json.loads((SHIPPED / "llama-3.1-8b.json").read_text()) | change
     with pytest.raises(ModelFileError, match=word):
         from_config("x", "config.json", config)
+
+
+def test_a_gguf_file_with_more_heads_than_numbers_is_refused_by_field(tmp_path: Path) -> None:
+    """Its key length has lost its name, and the head count after the name, a 32-bit number behind its type, is made 4096."""
+    data = write_rand_gguf(tmp_path / "rand.gguf").read_bytes().replace(b"attention.key_length", b"attention.key_lengtH")
+    name = b"llama.attention.head_count" + (4).to_bytes(4, "little")
+    assert data.count(name) == 1
+    at = data.index(name) + len(name)
+    (tmp_path / "wrong.gguf").write_bytes(data[:at] + (4096).to_bytes(4, "little") + data[at + 4 :])
+    with pytest.raises(ModelFileError, match=r"attention\.head_count: 4096; embedding_length is only"):
+        read_facts(str(tmp_path / "wrong.gguf"), tmp_path)

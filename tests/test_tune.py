@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from server.tuning.plot import by_load_svg, by_load_text
 from server.tuning.predict import Choice, predict
 from server.tuning.record import DraftSample, Recorder, StepCost, metered
 from server.tuning.search import LoadPoint
+from server.tuning.session import Session
 from server.tuning.traces import Curve, DraftCost, Machine, StepCurves
 from spec.calibration import Calibration
 from spec.cost_table import CostTable
@@ -53,9 +55,8 @@ def test_a_recording_is_the_plain_answer_with_an_offer_at_every_position(model: 
     plain = run_requests(make_engine(parts, "none"), requests())
     recorder = Recorder(Calibration())
     run = metered(make_engine(parts, speculator=lambda *_: recorder), requests(), 1)
-    traces = recorder.traces(run.completions, ["a", "b", "b"])
+    traces = recorder.traces(run.completions)
     assert [list(trace.answer) for trace in traces] == [completion.token_ids for completion in plain]
-    assert [trace.category for trace in traces] == ["a", "b", "b"]
     assert all(completion.drafted == 0 for completion in run.completions)
     # Predicted from the recording, a fixed chain takes as many passes as the engine needs that really drafts.
     drafting = run_requests(make_engine(parts), requests())
@@ -143,10 +144,24 @@ def test_advice_on_drafters_and_chunks() -> None:
     for _ in range(1200):
         found.on_tokens(2, 0.01)
         found.on_draft({"suffix": 2, "heads": 2}, ["suffix"])
-    assert advice(found) == {"drafters": "suffix", "max_tree_nodes": "8"}
+    assert advice(found) == {"drafters": "suffix", "max_tree_nodes": "lower"}
     for _ in range(40):
         found.on_tokens(1, 1.0)
     assert advice(found)["chunk_tokens"] == "half"
+
+
+def test_advice_on_the_size_of_trees_is_relative_and_needs_enough_drafts() -> None:
+    """The server does not say how large its trees may be, so a number could be the one it has."""
+
+    def deep(drafts: int) -> Metrics:
+        found = metrics()
+        for _ in range(drafts):
+            found.on_tokens(15, 0.01)
+            found.on_draft({"suffix": 14}, ["suffix"] * 14)
+        return found
+
+    assert advice(deep(600)) == {"max_tree_nodes": "higher"}
+    assert advice(deep(400)) == {}
 
 
 def test_the_drawings_show_every_load(tmp_path: Path) -> None:
@@ -159,6 +174,16 @@ def test_the_drawings_show_every_load(tmp_path: Path) -> None:
     assert "<svg" in (tmp_path / "plot.svg").read_text()
 
 
+def test_confirming_begins_no_further_repeat_once_time_is_up(model: Path, tmp_path: Path) -> None:
+    parts = load_parts(settings_for(model, tmp_path))
+    session = Session(parts, requests()[:1], [1], "suffix", Calibration())
+    notes: list[str] = []
+    found = session.confirm([session.usual], 1, 9, 1.0, notes.append, lambda: True)
+    assert (found.repeats, len(notes)) == (1, 2)
+    assert found.rates[0] > 0.0
+    assert session.confirm([session.usual], 1, 2, 1.0, notes.append).repeats == 2
+
+
 def run_tune(*arguments: str) -> Any:
     return CliRunner().invoke(app, ["tune", *arguments])
 
@@ -168,13 +193,14 @@ def test_tune_measures_predicts_confirms_and_writes_a_config_that_serve_takes(mo
     prompts.write_text("\n".join(json.dumps({"prompt": text}) for text in ("aaaa aaaa aaaa", "one two one two")))
     sizes = ["--backend", "reference", "--kv-memory", "8MiB", "--cache-dir", str(tmp_path / "cache"), "--minutes", "0.1"]
     work = ["--prompts", str(prompts), "--max-tokens", "12", "--concurrency", "2", "--repeats", "1", "--out", str(out)]
-    result = run_tune(str(model), *work, *sizes)
+    result = run_tune(str(model), *work, *sizes, "--drafters", " suffix ")  # as in "suffix, heads"
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout.splitlines()[-1])
     assert report["predictions"] >= 2
     assert {entry["load"] for entry in report["confirmed"]} == {2}
     assert all(entry["measured"] > 0 and entry["predicted"] > 0 for entry in report["confirmed"])
     assert [point["concurrency"] for point in report["by_load"]] == [1, 2, 4, 8, 16, 32]
+    assert (report["repeats"], report["minutes"]) == (1, 0.1)
     written = load_settings(out, {})
     assert written.model == str(model)
     assert written.drafters == (",".join(report["choice"]["drafters"]) or "none")
@@ -182,14 +208,29 @@ def test_tune_measures_predicts_confirms_and_writes_a_config_that_serve_takes(mo
 
 
 @pytest.mark.parametrize(
-    ("arguments", "word"),
+    ("arguments", "said"),
     [
-        (["--drafters", "none", "--prompts", "x"], "x"),
-        (["--live", "http://127.0.0.1:9"], "127.0.0.1:9"),
+        (["--drafters", "none", "--prompts", "FILE"], "--drafters none leaves nothing to tune"),
+        ([], "give --prompts FILE"),
+        (["--out", "nowhere/tuned.toml", "--prompts", "FILE"], "--out nowhere/tuned.toml: its folder does not exist"),
+        (["--plot", ".", "--prompts", "FILE"], "--plot .: this is a folder"),
+        (["--live", "http://127.0.0.1:9"], "cannot read http://127.0.0.1:9"),
     ],
 )
-def test_what_cannot_be_tuned_is_refused_in_one_line(arguments: list[str], word: str) -> None:
-    result = run_tune(*arguments)
+def test_what_cannot_be_tuned_is_refused_in_one_line(model: Path, tmp_path: Path, arguments: list[str], said: str) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "aaaa"}')
+    where = [str(model), "--backend", "reference", "--kv-memory", "8MiB", "--cache-dir", str(tmp_path / "cache")]
+    result = run_tune(*where, *(str(file) if word == "FILE" else word for word in arguments))
     assert isinstance(result.exception, ForespeakError)
-    assert word in str(result.exception)
+    assert str(result.exception).startswith(said)
     assert "\n" not in str(result.exception)
+
+
+def test_a_plot_without_matplotlib_is_refused_before_the_model_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = run_tune("no-such-model", "--prompts", str(tmp_path / "missing"), "--plot", str(tmp_path / "plot.svg"))
+    assert isinstance(result.exception, ForespeakError)
+    assert str(result.exception).startswith("--plot needs matplotlib")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from rich.console import Console
 
 from server.compose import Parts
 from server.prompts import Prompt, read_prompts
+from server.settings import Settings
 from server.template import ChatTemplate
 from spec.errors import ConfigError
 from spec.request import Request, SamplingParams, SpeculationPolicy
@@ -26,8 +28,20 @@ def chosen_prompts(prompt: str | None, prompts: Path | None, n: int | None) -> l
     if (prompt is None) == (prompts is None):
         raise ConfigError("give either --prompt TEXT or --prompts FILE")
     if prompts is not None:
-        return read_prompts(prompts, n)
+        return prompts_of(prompts, n)
     return [Prompt("1", "all", ({"role": "user", "content": prompt or ""},))]
+
+
+def prompts_of(prompts: Path | None, n: int | None) -> list[Prompt]:
+    """The same for a command that takes a file only. Raises ConfigError when there is none."""
+    if prompts is None:
+        raise ConfigError("give --prompts FILE")
+    return read_prompts(prompts, n)
+
+
+def thread_count(settings: Settings) -> int:
+    """Threads for what these commands compute themselves: as many as the engine takes."""
+    return settings.threads or len(os.sched_getaffinity(0))
 
 
 def encode(parts: Parts, prompt: Prompt) -> list[int]:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import platform
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 
-from server.commands.common import chosen_prompts, encode, table_console
+from server.commands.bench.facts import facts
+from server.commands.common import encode, prompts_of, table_console, thread_count
 from server.compose import load_parts
 from server.peers import report
 from server.peers.compare import CONTEXT, Order, compare, named, peers_root
@@ -54,11 +50,11 @@ def figures(
     """Measure, print the table, and return what the JSON line holds."""
     chosen = named(peers)
     parts = load_parts(settings)
-    encoded = [encode(parts, prompt) for prompt in chosen_prompts(None, prompts, n or DEFAULT_PROMPTS)]
+    encoded = [encode(parts, prompt) for prompt in prompts_of(prompts, n or DEFAULT_PROMPTS)]
     ids = [prompt for prompt in encoded if len(prompt) + max_tokens <= CONTEXT]
     if not ids:
         raise ConfigError(f"no prompt leaves room for {max_tokens} tokens in a context of {CONTEXT}")
-    threads = settings.threads or len(os.sched_getaffinity(0))
+    threads = thread_count(settings)
     order = Order(chosen, peers_root(parts, peers_dir), max_tokens, repeats, streams, threads)
     columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn())
     signal.signal(signal.SIGTERM, _leave)  # a peer that stands still would outlive us
@@ -70,16 +66,9 @@ def figures(
         console.print(f"not measured: {name}: {reason}", markup=False)
     return report.as_json(findings, streams) | {
         "prompts": len(ids), "max_tokens": max_tokens, "repeats": repeats, "threads": threads, "backend": parts.backend.name,
-        "drafters": settings.drafters, "model": parts.model.name, "commit": _commit(), "argv": sys.argv[1:],
-        "versions": {"python": platform.python_version(), "torch": str(torch.__version__)}, "machine": platform.processor(),
-    }  # fmt: skip
+        "drafters": settings.drafters, "model": parts.model.name,
+    } | facts()  # fmt: skip
 
 
 def _leave(number: int, frame: object) -> None:
     raise SystemExit(128 + number)
-
-
-def _commit() -> str:
-    root = Path(__file__).resolve().parent
-    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True, check=False)
-    return found.stdout.strip()

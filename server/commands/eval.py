@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kernels.batch import KVTensors
+from server.commands.common import thread_count
 from server.compose import Parts, load_parts
 from server.corpus import docstrings
 from server.quality import PAGE, Comparison, compare
@@ -39,7 +40,7 @@ def run(settings: Settings, text: Path | None, limit: int, window: int, within: 
         task = progress.add_task("loading the reference" if reference else "reading", total=len(token_ids))
         other = _target(load_parts(_plain(settings)), window) if reference else None
         progress.update(task, description="reading")
-        torch.set_num_threads(settings.threads or torch.get_num_threads())
+        torch.set_num_threads(thread_count(settings))  # the native kernels left torch with one
         found = compare(
             _target(parts, window), other, token_ids, window=window, on_chunk=lambda count: progress.advance(task, count)
         )

@@ -57,7 +57,7 @@ class Order:
     longest: int
     mean: int
     prefix: int
-    weights: str
+    weights: tuple[str, ...]  # a type for each model, the target's first
     kv: str
     page: int
 
@@ -95,7 +95,7 @@ def plan(
     shared = parse_count(prefix) if prefix else min(1024, mean // 2)
     if not 0 <= shared < mean <= longest:
         raise ConfigError(f"a prefix of {shared} tokens, chats of {mean} and at most {longest}: they must rise in this order")
-    chosen = weights or ("stored" if models[0].stored_bytes is not None else models[0].stored_type)
+    chosen = tuple(weights or ("stored" if facts.stored_bytes is not None else facts.stored_type) for facts in models)
     kv_bytes = None if kv_memory is None else parse_bytes(kv_memory)
     order = Order(parse_bytes(memory), devices, kv_bytes, spare, longest, mean, shared, chosen, kv_type, page_size)
     report = make_report(models, order)
@@ -110,7 +110,7 @@ def make_report(models: Sequence[ModelFacts], order: Order) -> dict[str, Any]:
     target = models[0]
     stored = [] if target.stored_bytes is None else ["stored"]
     weights = {name: weight_bytes(target, name) for name in [*WEIGHTS, *stored]}
-    held = sum(weight_bytes(facts, order.weights) for facts in models)
+    held = sum(weight_bytes(facts, kind) for facts, kind in zip(models, order.weights, strict=True))
     devices = order.devices or devices_for(held, order.memory)
     room = order.memory * devices * (1.0 - order.spare) - held if order.kv_memory is None else float(order.kv_memory)
     lengths = sorted({*LENGTHS, order.longest})
@@ -121,7 +121,8 @@ def make_report(models: Sequence[ModelFacts], order: Order) -> dict[str, Any]:
         "parameters": target.total,
         "active_parameters": target.active,
         "drafts": {facts.name: facts.total for facts in models[1:]},
-        "weights": order.weights,
+        "weights": order.weights[0],
+        "draft_weights": dict(zip((facts.name for facts in models[1:]), order.weights[1:], strict=True)),
         "weight_bytes": held,
         "weight_bytes_by_type": weights,
         "kv": {
@@ -189,7 +190,7 @@ def show(report: dict[str, Any], models: Sequence[ModelFacts], order: Order) -> 
         table.add_row(kv, *each, *(size(row["chat_bytes"][length]) for length in lengths))
     console.print(table)
     if order.kv_memory is None:
-        source = f"{report['devices']} x {size(order.memory)} less {order.spare:.0%} and {size(report['weight_bytes'])} of {order.weights} weights"
+        source = f"{report['devices']} x {size(order.memory)} less {order.spare:.0%} and {size(report['weight_bytes'])} of {' and '.join(dict.fromkeys(order.weights))} weights"
     else:
         source = "as asked"
     console.print(f"memory for chats: {size(report['kv_memory'])} ({source}); KV type {order.kv}", highlight=False)

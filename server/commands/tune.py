@@ -5,6 +5,7 @@ Orders the steps and prints; the work is in `server.tuning`.
 
 from __future__ import annotations
 
+import importlib.util
 import statistics
 import sys
 import time
@@ -18,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from server.commands.common import chosen_prompts, requests_of, table_console
+from server.commands.common import prompts_of, requests_of, table_console
 from server.compose import load_parts, shipped_drafters
 from server.settings import Settings
 from server.tuning.config_file import config_text
@@ -63,13 +64,19 @@ def run(
     out: Path,
     plot: Path | None,
 ) -> int:
-    """Print tables, write the config, print one JSON line; returns 0."""
+    """Print tables and, last, one JSON line, then write the config; returns 0.
+
+    `minutes`: searching ends after SEARCH_SHARE of it, and no repeat of confirming begins when all of it has passed since the start.
+    Recording the workload, timing and one repeat at every load are always done.
+    """
     began = time.monotonic()
-    chosen = chosen_prompts(None, prompts, n)
+    deadline = began + 60.0 * minutes
+    _check_places(out, plot)
+    chosen = prompts_of(prompts, n)
     parts = load_parts(msgspec.structs.replace(settings, tree_shape=""))
     drafters = _candidates(settings, parts.model.name)
     requests = requests_of(parts, chosen, max_tokens, temperature, 0 if seed is None else seed)
-    session = Session(parts, requests, [p.category for p in chosen], loads, drafters, known_calibration(parts))
+    session = Session(parts, requests, loads, drafters, known_calibration(parts))
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task("starting", total=None)
@@ -93,8 +100,10 @@ def run(
         rivals = [plain, *(r for r in best if r is not plain)]
         progress.update(task, completed=0, total=None)
         confirmed: list[Confirmed] = []
+        once, made = workload.machine.decode.pass_ms(1, 0, 1), repeats
         for load in loads:
-            found = session.confirm([r.choice for r in rivals], load, repeats, workload.machine.decode.pass_ms(1, 0, 1), note)
+            found = session.confirm([r.choice for r in rivals], load, repeats, once, note, lambda: time.monotonic() > deadline)
+            made = min(made, found.repeats)
             for i, entry in enumerate(rivals):
                 again = workload.predict(entry.choice, load, group_size(load))
                 lengths = (again.acceptance_length, found.acceptance_lengths[i])
@@ -110,7 +119,6 @@ def run(
     text = config_text(
         session.settings(winner.choice), _comments(winner, confirmed, chosen_count=len(chosen), max_tokens=max_tokens)
     )
-    out.write_text(text, encoding="utf-8")
     report = {
         "choice": asdict(winner.choice),
         "config": str(out),
@@ -121,20 +129,39 @@ def run(
         "stops_paying_at": stops_paying(points),
         "confirmed": [asdict(c) | {"error_percent": round(c.error, 2)} for c in confirmed],
         "by_load": [asdict(point) for point in points],
-        "prompts": len(chosen), "max_tokens": max_tokens, "seconds": round(seconds, 1), "argv": sys.argv[1:],
+        "prompts": len(chosen), "max_tokens": max_tokens, "repeats": made, "minutes": minutes,
+        "seconds": round(seconds, 1), "argv": sys.argv[1:],
     }  # fmt: skip
-    if plot is not None:
-        by_load_svg(points, name_of(drafting.choice), plot)
     show(ranked, confirmed, points, drafting, report)
-    print(msgspec.json.encode(report).decode())
+    print(
+        msgspec.json.encode(report).decode(), flush=True
+    )  # before anything is written: what was found must not be lost to a full disk
+    try:
+        out.write_text(text, encoding="utf-8")
+        if plot is not None:
+            by_load_svg(points, name_of(drafting.choice), plot)
+    except OSError as error:
+        raise ConfigError(f"cannot write {error.filename or out}: {error.strerror}") from error
+    print(f"written: {out}; use it with: forespeak serve --config {out}", file=sys.stderr)
     return 0
 
 
+def _check_places(out: Path, plot: Path | None) -> None:
+    """Raises ConfigError, before minutes are spent, when what is found could not be written."""
+    for option, path in (("--out", out), ("--plot", plot)):
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            raise ConfigError(f"{option} {path}: {'this is a folder' if path.is_dir() else 'its folder does not exist'}")
+    if plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("--plot needs matplotlib: pip install 'forespeak[report]'")
+
+
 def _candidates(settings: Settings, model_name: str) -> str:
-    """The drafters to choose from: those asked for, or all that are here."""
+    """The drafters to choose from: those asked for, or all that are here. A comma list without spaces."""
     if settings.drafters == "none":
         raise ConfigError("--drafters none leaves nothing to tune; leave it out, or name the drafters to choose from")
-    return settings.drafters if settings.drafters != "auto" else ",".join(["suffix", *shipped_drafters(model_name)])
+    if settings.drafters == "auto":
+        return ",".join(["suffix", *shipped_drafters(model_name)])
+    return ",".join(item.strip() for item in settings.drafters.split(","))
 
 
 def _same_sizes(a: Choice, b: Choice) -> bool:
@@ -224,4 +251,8 @@ def show(
     )
     console.print(by_load_text(points, name_of(drafting.choice)), highlight=False, markup=False)
     console.print(verdict(points), highlight=False)
-    console.print(f"written: {report['config']}; use it with: forespeak serve --config {report['config']}", highlight=False)
+    console.print(
+        f"{report['seconds']:.0f} s in all; --minutes {report['minutes']:g} bounds the search and the repeats "
+        f"({report['repeats']} made at every load), not the recording and timing before them",
+        highlight=False,
+    )

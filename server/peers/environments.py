@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 from server.peers.catalog import Peer
 from spec.errors import ForespeakError
 
-INSTALL_SECONDS = 1800
+INSTALL_SECONDS = 1800.0  # of one command
 
 
 class PeerUnavailable(ForespeakError):
@@ -44,19 +48,42 @@ def prepare(peer: Peer, root: Path, on_line: Callable[[str], None] = lambda line
 
 def _run(command: list[str], write: Callable[[str], object], on_line: Callable[[str], None]) -> None:
     lines: list[str] = []
-    try:
-        with subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-        ) as process:
-            assert process.stdout is not None
+    late = threading.Event()
+    try:  # a session of its own, so that what it starts can be ended with it
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True
+        )
+    except OSError as error:
+        raise PeerUnavailable(f"{command[0]}: {error.strerror}") from error
+
+    def give_up() -> None:
+        late.set()
+        _kill(process)
+
+    timer = threading.Timer(INSTALL_SECONDS, give_up)  # reading its lines waits for as long as anything holds its output
+    timer.daemon = True
+    with process:
+        assert process.stdout is not None
+        timer.start()
+        try:
             for line in process.stdout:
                 write(line)
                 lines.append(line.strip())
                 on_line(line.strip())
-            code = process.wait(INSTALL_SECONDS)
-    except OSError as error:
-        raise PeerUnavailable(f"{command[0]}: {error.strerror}") from error
+            code = process.wait()
+        except BaseException:
+            _kill(process)
+            raise
+        finally:
+            timer.cancel()
+    if late.is_set():
+        raise PeerUnavailable(f"installing took longer than {INSTALL_SECONDS:g} s")
     if code != 0:
         errors = [line for line in lines if line.lower().startswith("error")]
         told = (errors or [line for line in lines if line] or ["it said nothing"])[-1]
         raise PeerUnavailable(f"installing failed: {told}")
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)

@@ -193,11 +193,19 @@ def _attention(sizes: Sizes, family: Family, layers: int) -> tuple[tuple[int, in
         matrices = queries + hidden * (latent + rope) + latent * heads * (nope + value) + heads * value * hidden
         return (latent + rope, latent + rope), matrices, latent + (rank or 0)
     kv = sizes.count("num_key_value_heads", heads)
-    dim = sizes.maybe("head_dim") or family.head_dim or hidden // heads
+    dim = sizes.maybe("head_dim") or family.head_dim or _shared_out(sizes, "hidden_size", "num_attention_heads")
     small = 2 * dim if family.qk_norm else 0
     if family.qkv_bias or sizes.values.get("attention_bias"):
         small += (heads + 2 * kv) * dim
     return (2 * kv * dim, dim), 2 * hidden * heads * dim + 2 * hidden * kv * dim, small
+
+
+def _shared_out(sizes: Sizes, width: str, heads: str) -> int:
+    """Numbers of a head where the file does not say: an equal share of the width."""
+    share = sizes.count(width) // sizes.count(heads)
+    if not share:
+        raise ModelFileError(f"{sizes.where}: {heads}: {sizes.count(heads)}; {width} is only {sizes.count(width)}")
+    return share
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +263,7 @@ def from_gguf(name: str, path: Path) -> ModelFacts:
         row = latent + sizes.count("rope.dimension_count")
         cache = [LayerCache(row, row, window) for window in windows]
     else:
-        dim = sizes.maybe("attention.key_length") or sizes.count("embedding_length") // sizes.count("attention.head_count")
+        dim = sizes.maybe("attention.key_length") or _shared_out(sizes, "embedding_length", "attention.head_count")
         both = dim + sizes.count("attention.value_length", dim)
         cache = [LayerCache(n * both, dim, window) for n, window in zip(per_layer, windows, strict=True)]
     parameters = dict.fromkeys(GROUPS, 0)

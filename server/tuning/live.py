@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 ENOUGH_TOKENS = 2000  # delivered, before anything is said about drafts or chunks
 ENOUGH_NODES = 500  # drafted, before a drafter is judged
+ENOUGH_DRAFTS = 500  # trees verified, before their size is judged
 POOR_ACCEPTANCE = 0.1
 DEEP, SHALLOW = 12, 4  # depths that say whether trees are cut short
 FULL = 0.9  # share of pages in live use
@@ -117,14 +118,14 @@ def _drafts(figures: Figures) -> Iterator[Advice]:
             )
     drafts = figures.get("spec_decode_num_drafts_total")
     depths = _by_depth(figures)
-    if drafts * 1.0 < ENOUGH_NODES or not depths:
+    if drafts < ENOUGH_DRAFTS or not depths:
         return
     deep = sum(count for depth, count in depths.items() if depth == DEEP) / drafts
     if deep > 0.05:
-        yield Advice("max_tree_nodes", "32", f"{deep:.0%} of drafts are accepted {DEEP} tokens deep or more")
+        yield Advice("max_tree_nodes", "higher", f"{deep:.0%} of drafts are accepted {DEEP} tokens deep or more")
     past = sum(count for depth, count in depths.items() if depth == SHALLOW + 1) / drafts
     if past < 0.005:
-        yield Advice("max_tree_nodes", "8", f"{past:.1%} of drafts are accepted deeper than {SHALLOW} tokens")
+        yield Advice("max_tree_nodes", "lower", f"{past:.1%} of drafts are accepted deeper than {SHALLOW} tokens")
 
 
 def _poor(drafted: float, accepted: float) -> bool:

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from server.tuning.traces import Machine, Trace, depths_of, kept
 from spec.drafter import UNKNOWN, Budget, Outcome
 from spec.request import SamplingParams, SpeculationPolicy
+from spec.scheduler import MAX_PREFILLING
 from spec.speculator import Limit, Load, Speculator, StepRecord
 from spec.tree import EMPTY_TREE, NOTHING, DraftTree, Proposal
 
-MAX_PREFILLING = 4  # prompts that share a step's chunk
 _HOPES = 3  # ranks whose mean chance stands for the children of a node
 
 

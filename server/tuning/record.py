@@ -83,13 +83,13 @@ class Recorder:
         depths = {name: self._depths.get(name, 0) for name in step.draft_ms}
         self.samples.append(DraftSample(len(step.outcomes), depths, dict(step.draft_ms)))
 
-    def traces(self, completions: Sequence[Completion], categories: Sequence[str]) -> list[Trace]:
+    def traces(self, completions: Sequence[Completion]) -> list[Trace]:
         """The recorded workload, in the order of its requests."""
         found = []
-        for completion, category in zip(completions, categories, strict=True):
+        for completion in completions:
             said = completion.token_ids
             offers = tuple(self.offers.get((completion.request.id, i + 1), {}) for i in range(len(said)))
-            found.append(Trace(len(completion.request.prompt_ids), tuple(said), offers, category))
+            found.append(Trace(len(completion.request.prompt_ids), tuple(said), offers))
         return found
 
 
@@ -112,10 +112,6 @@ class Metered:
     costs: list[StepCost] = field(default_factory=list)
     seconds: float = 0.0
 
-    @property
-    def tokens_per_second(self) -> float:
-        return sum(len(c.token_ids) for c in self.completions) / self.seconds if self.seconds else 0.0
-
 
 def metered(
     engine: Engine, requests: Sequence[Request], concurrency: int, on_finish: Callable[[Completion], None] | None = None
@@ -136,10 +132,14 @@ def metered(
         started[0] = time.perf_counter()
 
     found.completions = run_requests(engine, requests, concurrency, on_finish, read)
-    answered = [c for c in found.completions if c.token_times]
-    if answered:
-        found.seconds = max(c.token_times[-1] for c in answered) - min(c.submitted for c in answered)
+    found.seconds = seconds_of(found.completions)
     return found
+
+
+def seconds_of(completions: Sequence[Completion]) -> float:
+    """From the first submission to the last token; 0 when nothing was answered."""
+    answered = [c for c in completions if c.token_times]
+    return max(c.token_times[-1] for c in answered) - min(c.submitted for c in answered) if answered else 0.0
 
 
 def _difference(before: Mapping[str, Any], after: Mapping[str, Any], wall: float) -> StepCost | None:

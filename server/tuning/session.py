@@ -15,12 +15,12 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from server.compose import Parts, default_speculator, make_engine
-from server.local import Completion, run_requests
+from server.local import run_requests
 from server.settings import Settings
 from server.speculation import KeptSpeculator
 from server.tuning.measure import Sample, chunk_curve, decode_table, draft_costs, page_factors, probe_ms, step_curves, target_of
 from server.tuning.predict import Choice
-from server.tuning.record import DraftSample, Recorder, metered
+from server.tuning.record import DraftSample, Recorder, metered, seconds_of
 from server.tuning.search import CHUNKS, PAGES, Workload
 from server.tuning.traces import Machine, Trace
 from spec.budget import PriceSpeculator
@@ -50,15 +50,15 @@ class Confirmation:
     rates: list[float]  # tokens a second
     even_rates: list[float]  # the same had the machine been as fast all the time as when the tables were made
     acceptance_lengths: list[float]
+    repeats: int  # that were made
 
 
 @dataclass(slots=True)
 class Session:
-    """`calibration` is what a server would start from; `requests` the workload, with a category each."""
+    """`calibration` is what a server would start from; `requests` the workload."""
 
     parts: Parts
     requests: Sequence[Request]
-    categories: Sequence[str]
     loads: Sequence[int]
     drafters: str  # a setting: those to choose from, together
     calibration: Calibration
@@ -80,7 +80,7 @@ class Session:
         failed = next((c.error for c in run.completions if c.error), None)
         if failed:
             raise ConfigError(f"a prompt of the workload cannot be answered: {failed}")
-        return recorder.traces(run.completions, self.categories), recorder
+        return recorder.traces(run.completions), recorder
 
     def measure(self, recorder: Recorder, note: Note) -> Machine:
         """Every table that predictions read."""
@@ -129,13 +129,21 @@ class Session:
 
     # --- confirming ---------------------------------------------------------------------------------------------------
 
-    def confirm(self, choices: Sequence[Choice], load: int, repeats: int, once_ms: float, note: Note) -> Confirmation:
+    def confirm(
+        self,
+        choices: Sequence[Choice],
+        load: int,
+        repeats: int,
+        once_ms: float,
+        note: Note,
+        time_is_up: Callable[[], bool] = lambda: False,
+    ) -> Confirmation:
         """All choices side by side: group after group of requests through every engine, in another order every time.
 
         Of the repeats of a group the middle one counts, so that a stall of the machine moves nothing. `once_ms`: a pass over one row when
-        the tables were made; probes between the runs tell how fast the machine is now.
+        the tables were made; probes between the runs tell how fast the machine is now. When time is up no further repeat is begun, but
+        one is always made.
         """
-        note(f"confirming, {load} at once")
         engines = [self._engine(self.settings(choice)) for choice in choices]
         probe, config = target_of(self.parts, self.parts.settings.page_size)
         for engine in engines:
@@ -146,14 +154,18 @@ class Session:
         even: list[list[list[float]]] = [[[] for _ in starts] for _ in choices]
         tokens, steps = [0] * len(choices), [[0, 0] for _ in choices]
         before = probe_ms(probe, config)
+        made = 0
         for repeat in range(repeats + 1):  # the first time is for learning
+            if made and time_is_up():
+                break
+            note(f"confirming, {load} at once, {f'{repeat} of at most {repeats}' if repeat else 'once to learn'}")
             fresh = self._fresh(self.requests)
             for turn, start in enumerate(starts):
                 for offset in range(len(choices)):
                     at = (offset + turn + repeat) % len(choices)
                     answers = run_requests(engines[at], fresh[start : start + size], load)
                     after = probe_ms(probe, config)
-                    seconds, speed = _seconds(answers), 2.0 * once_ms / (before + after)
+                    seconds, speed = seconds_of(answers), 2.0 * once_ms / (before + after)
                     before = after
                     if repeat == 0:
                         tokens[at] += sum(len(c.token_ids) for c in answers)
@@ -162,10 +174,12 @@ class Session:
                     even[at][turn].append(seconds * speed)
                     steps[at][0] += sum(max(0, len(c.step_sizes) - 1) for c in answers)
                     steps[at][1] += sum(sum(c.step_sizes[1:]) for c in answers)
+            made = repeat
         return Confirmation(
             rates=[count / _of_middles(each) for count, each in zip(tokens, raw, strict=True)],
             even_rates=[count / _of_middles(each) for count, each in zip(tokens, even, strict=True)],
             acceptance_lengths=[brought / max(1, passes) for passes, brought in steps],
+            repeats=made,
         )
 
     def settings(self, choice: Choice) -> Settings:
@@ -231,12 +245,6 @@ def group_size(load: int) -> int:
 def _of_middles(repeats: Sequence[Sequence[float]]) -> float:
     """Seconds in all, the middle of its repeats for every group."""
     return max(1e-9, sum(map(statistics.median, repeats)))
-
-
-def _seconds(completions: Sequence[Completion]) -> float:
-    """From the first submission to the last token."""
-    answered = [c for c in completions if c.token_times]
-    return max(c.token_times[-1] for c in answered) - min(c.submitted for c in answered) if answered else 0.0
 
 
 def known_calibration(parts: Parts) -> Calibration:

@@ -20,7 +20,6 @@ class Trace:
     prompt_tokens: int
     answer: tuple[int, ...]
     offers: tuple[Mapping[str, Proposal], ...]
-    category: str = "all"
 
 
 @dataclass(frozen=True, slots=True)
