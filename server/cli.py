@@ -161,7 +161,12 @@ def tune(
     concurrency: Annotated[str, typer.Option("--concurrency", help="comma list of loads to tune for")] = "1,4",
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="runs that confirm a configuration, medians count")] = 3,
     minutes: Annotated[
-        float, typer.Option("--minutes", min=0.1, help="time for all of it; searching takes at most 0.4 of it")
+        float,
+        typer.Option(
+            "--minutes",
+            min=0.1,
+            help="recording is not cut short; searching takes at most 0.4 of it, repeats stop when it is up",
+        ),
     ] = 10.0,
     out: Annotated[Path, typer.Option("--out", help="the config that is written, for serve --config")] = Path("tuned.toml"),
     plot: Annotated[Path | None, typer.Option("--plot", help="write the speed by load as SVG")] = None,

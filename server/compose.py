@@ -155,7 +155,7 @@ def choose_backend(settings: Settings) -> Backend:
 
 
 def _reference(settings: Settings) -> Backend:
-    torch.set_num_threads(_threads(settings))
+    torch.set_num_threads(thread_count(settings))
     return Backend(
         "reference", lambda model: ReferenceDecoder(model.shape, model.weights), sample_reference, slots_reference.move
     )
@@ -171,7 +171,7 @@ def _native(settings: Settings) -> Backend:
     if library is None:
         raise ConfigError("the native kernels are not built (no C++ compiler was found); use --backend reference")
     torch.set_num_threads(1)  # the kernels have their own threads; torch only makes small tensors here
-    threads = _threads(settings)
+    threads = thread_count(settings)
     return Backend(
         "native",
         lambda model: NativeDecoder(model.shape, model.weights, threads),
@@ -203,7 +203,8 @@ def _triton(settings: Settings) -> Backend:
 _BACKENDS = {"reference": _reference, "native": _native, "triton": _triton}
 
 
-def _threads(settings: Settings) -> int:
+def thread_count(settings: Settings) -> int:
+    """Compute threads: those asked for, else one per core this process may use."""
     return settings.threads or len(os.sched_getaffinity(0))
 
 
@@ -218,7 +219,7 @@ def _kv_memory(settings: Settings, shape: DecoderShape) -> int:
     if settings.device != "cuda":
         raise ConfigError(f"--gpu-memory is for --device cuda; on {settings.device} give --kv-memory")
     step = largest_step(settings.chunk_tokens, settings.max_sequences, settings.max_tree_nodes)
-    return kv_bytes(settings.gpu_memory, step_bytes(shape, step), torch.cuda.mem_get_info)
+    return kv_bytes(settings.gpu_memory, step_bytes(shape, step, settings.deterministic), torch.cuda.mem_get_info)
 
 
 def make_engine(
@@ -371,7 +372,7 @@ def train_drafter(
     )
     if not run.write(target, order, on_progress, stop):
         return False, {"answers": str(Places(order).answers)}
-    torch.set_num_threads(_threads(settings))  # the rest is torch's own work
+    torch.set_num_threads(thread_count(settings))  # the rest is torch's own work
     outcome = run.train(target, order, on_progress, stop, restart)
     facts = {"out": order.out, "steps": outcome.steps, "bytes": outcome.size, "held_out": outcome.figures}
     return outcome.finished, facts

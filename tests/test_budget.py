@@ -140,7 +140,9 @@ def test_one_request_may_opt_out_while_its_neighbours_draft() -> None:
 
 def test_steps_in_which_nobody_may_be_asked_rest() -> None:
     rule = PriceSpeculator(Oracle(), table(lambda rows: 5.0 + 0.01 * rows))
-    off = [View(i, [1, 2], 2, policy=policy) for i, policy in enumerate((SpeculationPolicy("off"), SpeculationPolicy(max_nodes=0)))]
+    off = [
+        View(i, [1, 2], 2, policy=policy) for i, policy in enumerate((SpeculationPolicy("off"), SpeculationPolicy(max_nodes=0)))
+    ]
     on = View(2, [1, 2], 2)
     assert not rule.rests(off), "nothing is known of a load yet"
     rule.budgets(off, [Limit(8, 8)] * 2, Load(0, 2, 4))

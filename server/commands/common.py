@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +10,6 @@ from rich.console import Console
 
 from server.compose import Parts
 from server.prompts import Prompt, read_prompts
-from server.settings import Settings
 from server.template import ChatTemplate
 from spec.errors import ConfigError
 from spec.request import Request, SamplingParams, SpeculationPolicy
@@ -37,11 +35,6 @@ def prompts_of(prompts: Path | None, n: int | None) -> list[Prompt]:
     if prompts is None:
         raise ConfigError("give --prompts FILE")
     return read_prompts(prompts, n)
-
-
-def thread_count(settings: Settings) -> int:
-    """Threads for what these commands compute themselves: as many as the engine takes."""
-    return settings.threads or len(os.sched_getaffinity(0))
 
 
 def encode(parts: Parts, prompt: Prompt) -> list[int]:

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 
 from server.commands.bench.facts import facts
-from server.commands.common import encode, prompts_of, table_console, thread_count
-from server.compose import load_parts
+from server.commands.common import encode, prompts_of, table_console
+from server.compose import load_parts, thread_count
 from server.peers import report
 from server.peers.compare import CONTEXT, Order, compare, named, peers_root
 from server.settings import Settings

@@ -15,8 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kernels.batch import KVTensors
-from server.commands.common import thread_count
-from server.compose import Parts, load_parts
+from server.compose import Parts, load_parts, thread_count
 from server.corpus import docstrings
 from server.quality import PAGE, Comparison, compare
 from server.settings import Settings

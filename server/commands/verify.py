@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from server.commands.common import chosen_prompts, requests_of, table_console
+from server.commands.common import prompts_of, requests_of, table_console
 from server.compose import Parts, kv_bytes_per_token, load_parts, make_engine, shipped_drafters
 from server.local import Completion, run_requests
 from server.settings import Settings
@@ -90,7 +90,7 @@ def run(
     everything: bool,
 ) -> int:
     """Print one row a combination; returns 1 when any token id differs or a request failed."""
-    chosen = chosen_prompts(None, prompts, n)
+    chosen = prompts_of(prompts, n)
     parts = load_parts(settings)
     requests = requests_of(parts, chosen, max_tokens, temperature, 0 if seed is None else seed)
     console = table_console()

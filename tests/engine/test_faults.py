@@ -204,7 +204,8 @@ class Overdone(KeepAll):
 
 
 @pytest.mark.parametrize(
-    "fault", ["rests raises", "budgets raises", "budget too large", "admit raises", "too few trees", "tree too deep", "record raises"]
+    "fault",
+    ["rests raises", "budgets raises", "budget too large", "admit raises", "too few trees", "tree too deep", "record raises"],
 )
 def test_a_speculator_in_trouble_costs_speed_only(fault: str, caplog: pytest.LogCaptureFixture) -> None:
     drafter = ScriptDrafter(truth(), SHAPES["chain"])
