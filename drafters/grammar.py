@@ -23,6 +23,9 @@ class GrammarDrafter:
     def open(self, view: SequenceView) -> None:
         pass
 
+    def hopes(self, views: Sequence[SequenceView]) -> list[int]:
+        return [i for i, view in enumerate(views) if view.grammar is not None]
+
     def propose(self, views: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[Proposal]:
         return [self._propose(view, budget) for view, budget in zip(views, budgets, strict=True)]
 

@@ -26,6 +26,8 @@ from drafters.suffix import SuffixDrafter
 from drafters.tensor_file import TensorFile
 from kernels.batch import KVTensors
 from kernels.decoder import DecoderShape, DecoderWeights, FusedDecoder
+from kernels.suffix_index import SuffixOps
+from kernels.suffix_index import reference as suffix_reference
 from kernels.top_shares.reference import top_shares
 from spec.config import EngineConfig
 from spec.drafter import Drafter
@@ -51,6 +53,7 @@ class Target:
     make_decoder: Callable[[LoadedModel], FusedDecoder]
     make_beside: Callable[[LayerModel], FusedDecoder]  # a decoder that reads token rows from the target's own embedding
     top: TopShares = top_shares
+    suffix: SuffixOps = suffix_reference
     device: str = "cpu"
 
 
@@ -147,7 +150,7 @@ def build(plan: DrafterPlan, pool: PagePool, config: EngineConfig, kv_dtype: tor
 
 
 def _suffix(path: Path | None, target: Target) -> _Entry:
-    return _Entry(lambda place: SuffixDrafter())
+    return _Entry(lambda place: SuffixDrafter(ops=target.suffix))
 
 
 def _heads(path: Path | None, target: Target) -> _Entry:

@@ -12,30 +12,61 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from heapq import heappop, heappush
+from typing import NamedTuple
 
 import torch
 
-from drafters.suffix_index import LONGEST, RecentTexts, SuffixIndex
+from drafters.suffix_index import RecentTexts
+from kernels.suffix_index import HEAVIEST, LONGEST, Index, LookRow, SuffixOps, Texts, reference
+from spec.calibration import BINS, EDGES
 from spec.drafter import Budget, Outcome, SequenceView
 from spec.tree import NOTHING, ROOT, Proposal
 
 # How often what followed a match of this length followed again, before calibration has a say (index = length).
 _BASE = (0.0, 0.22, 0.45, 0.62, 0.75, 0.8, 0.83, 0.86, 0.88, 0.89, 0.9, 0.91, 0.92, 0.925, 0.93, 0.935, 0.94)
 _SURE = 0.97
+_SCORES = (*_BASE, *[_SURE] * (LONGEST + 1 - len(_BASE)))
+_ELSEWHERE = 0.5  # what an occurrence in another text weighs
 _CHILDREN = 4  # branches of one node at most
+_LOOK_ANEW = 64  # steps for which a floor holds at most
 
 Branch = tuple[list[int], int, int, float]  # tokens of a text, next position in it, match length, weight
+
+
+class _Floor(NamedTuple):
+    """What a continuation has to show for asking about it to pay: the shortest match, and the least score in millionths."""
+
+    shortest: int
+    least: int
+
+
+_ANYTHING, _NEVER = _Floor(1, 0), _Floor(LONGEST + 1, 0)
+
+
+def _floor(name: str, budget: Budget) -> _Floor:
+    """What this budget lets through as a first node."""
+    chance, entry = budget.chance, budget.entry
+    if not budget.wants(name) or chance(name, 1, 0, 1.0) < entry:
+        return _NEVER
+    lowest = BINS - 1
+    while lowest and chance(name, 1, 0, EDGES[lowest - 2] if lowest > 1 else 0.0) >= entry:
+        lowest -= 1
+    score = EDGES[lowest - 1] if lowest else 0.0
+    return _Floor(next((n for n, most in enumerate(_SCORES) if n and most >= score), LONGEST), int(score * 1e6))
 
 
 class _Tracked:
     """What is remembered of one open sequence."""
 
-    __slots__ = ("index", "prompt_len", "tenant")
+    __slots__ = ("floor", "index", "left", "prompt_len", "size", "tenant")
 
-    def __init__(self, view: SequenceView) -> None:
-        self.index = SuffixIndex()
+    def __init__(self, view: SequenceView, index: Index) -> None:
+        self.index = index
         self.prompt_len = view.prompt_len
         self.tenant = view.tenant
+        self.floor = _ANYTHING
+        self.size = -1  # power of two of sequences beside which it holds
+        self.left = 0  # steps for which it holds
 
 
 class SuffixDrafter:
@@ -50,19 +81,49 @@ class SuffixDrafter:
         candidates: int = 6,
         tenant_tokens: int = 32_768,
         max_tenants: int = 16,
+        ops: SuffixOps = reference,
     ) -> None:
         """`candidates`: occurrences that vote, per text store. The answer stores hold at most tenant_tokens * max_tenants."""
         self.name = name
-        self._candidates = candidates
+        self._looker = ops.looker(candidates, _ELSEWHERE, _SCORES)
         self._tenant_tokens = tenant_tokens
         self._max_tenants = max_tenants
         self._open: dict[int, _Tracked] = {}
         self._answers: OrderedDict[str, RecentTexts] = OrderedDict()
+        self._ops = ops
+        self._usual: dict[int, _Floor] = {}  # the latest floor of anybody, by power of two of sequences
 
     def open(self, view: SequenceView) -> None:
-        self._open[view.seq_id] = _Tracked(view)
+        self._open[view.seq_id] = _Tracked(view, self._ops.index())
+
+    def hopes(self, views: Sequence[SequenceView]) -> list[int]:
+        """Whether the sequence's last tokens occurred before, and what followed may be worth its price. One call for all of them;
+        now and then anything that matches is hope enough, so that the price is asked for again."""
+        size = len(views).bit_length()
+        rows: list[LookRow] = []
+        for view in views:
+            tokens, tracked = view.token_ids, self._open.get(view.seq_id)
+            if tracked is None or len(tracked.index.tokens) > len(tokens):
+                tracked = self._track(view)
+            index, texts, floor = tracked.index, self._answers.get(tracked.tenant), tracked.floor
+            fresh = tokens[len(index.tokens) :]
+            tracked.left -= 1
+            if tracked.size != size:  # the price of a node goes with the load
+                tracked.size, tracked.left = size, _LOOK_ANEW
+                floor = tracked.floor = self._usual.get(size, _ANYTHING)
+            elif tracked.left < 0:
+                floor, tracked.left = _ANYTHING, _LOOK_ANEW
+            if texts is None:
+                rows.append((index, fresh, None, None, floor.shortest, floor.least))
+            else:
+                rows.append((index, fresh, texts.newer, texts.older, floor.shortest, floor.least))
+        return self._looker.look(rows)
 
     def propose(self, views: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[Proposal]:
+        for view, budget in zip(views, budgets, strict=True):
+            tracked = self._track(view)
+            tracked.left = _LOOK_ANEW
+            tracked.floor = self._usual[tracked.size] = _floor(self.name, budget)
         return [self._draft(view, budget) for view, budget in zip(views, budgets, strict=True)]
 
     def observe(self, outcomes: Sequence[Outcome], hidden: torch.Tensor) -> None:
@@ -81,36 +142,39 @@ class SuffixDrafter:
         if texts is None:
             if len(self._answers) >= self._max_tenants:
                 self._answers.popitem(last=False)
-            texts = self._answers[view.tenant] = RecentTexts(self._tenant_tokens)
+            texts = self._answers[view.tenant] = RecentTexts(self._tenant_tokens, self._ops.index)
         self._answers.move_to_end(view.tenant)
         texts.add(answer)
 
     def _draft(self, view: SequenceView, budget: Budget) -> Proposal:
         if not budget.wants(self.name):
             return NOTHING
-        tracked = self._open.get(view.seq_id)
-        if tracked is None:
-            tracked = self._open[view.seq_id] = _Tracked(view)
-        index, tokens = tracked.index, view.token_ids
-        if len(index) > len(tokens):
-            index = tracked.index = SuffixIndex()
-        if len(index) < len(tokens):
-            index.extend(tokens[len(index) :])
         shortest = _shortest(self.name, budget)
         if shortest is None:
             return NOTHING
+        tracked = self._track(view)
+        index, tokens = tracked.index, view.token_ids
+        if len(index.tokens) < len(tokens):
+            index.extend(tokens[len(index.tokens) :])
         branches = self._branches(index, tracked.tenant, shortest)
         return _expand(self.name, branches, budget) if branches else NOTHING
 
-    def _branches(self, index: SuffixIndex, tenant: str, shortest: int) -> list[Branch]:
-        tail, limit = index.tokens[-LONGEST:], self._candidates
-        found = [(index.tokens, at, length, _weight(length)) for at, length in index.matches(tail, limit, shortest)]
+    def _track(self, view: SequenceView) -> _Tracked:
+        tracked = self._open.get(view.seq_id)
+        if tracked is None:
+            tracked = self._open[view.seq_id] = _Tracked(view, self._ops.index())
+        if len(tracked.index.tokens) > len(view.token_ids):  # the text was cut: what is known of it is of no use
+            tracked.index = self._ops.index()
+        return tracked
+
+    def _branches(self, index: Index, tenant: str, shortest: int) -> list[Branch]:
         texts = self._answers.get(tenant)
-        if texts is not None:
-            for other in (texts.newer, texts.older):
-                if len(other):
-                    hits = other.matches(tail, limit, shortest)
-                    found += [(other.tokens, at, length, 0.5 * _weight(length)) for at, length in hits]
+        lists: Texts = (index, None, None) if texts is None else (index, texts.newer, texts.older)
+        found: list[Branch] = []
+        for which, at, length in self._looker.find(lists, shortest):
+            text = lists[which]
+            if text is not None:
+                found.append((text.tokens, at, length, (_ELSEWHERE if which else 1.0) * _weight(length)))
         return found
 
 
@@ -123,7 +187,7 @@ def _shortest(name: str, budget: Budget) -> int | None:
 
 
 def _weight(length: int) -> float:
-    return 4.0 ** min(length, 8)
+    return 4.0 ** min(length, HEAVIEST)
 
 
 def _confidence(length: int, share: float) -> float:
@@ -131,11 +195,46 @@ def _confidence(length: int, share: float) -> float:
 
 
 def _expand(name: str, branches: list[Branch], budget: Budget) -> Proposal:
-    """Best first by path chance until the budget or the price ends it. A node's match is its text's plus its own depth."""
+    """Best first by path chance until the budget or the price ends it. A node's match is its text's plus its own depth.
+
+    As far as all occurrences agree that is a chain, copied without further ado."""
     tokens: list[int] = []
-    parents: list[int] = []
     confidences: list[float] = []
-    ranks: list[int] = []
+    chance, price = budget.chance, budget.price
+    path, depth, most = 1.0, 0, min(budget.max_nodes, budget.max_depth)
+    text, at, longest, _ = branches[0]
+    alone = len(branches) == 1
+    while depth < most:
+        if alone:
+            token = text[at + depth] if at + depth < len(text) else -1
+        else:
+            branches = [b for b in branches if b[1] + depth < len(b[0]) and b[0][b[1] + depth] >= 0]
+            said = {b[0][b[1] + depth] for b in branches}
+            if len(said) > 1:
+                return _branch(name, branches, budget, tokens, confidences, path)
+            token = said.pop() if said else -1
+            longest = max([b[2] for b in branches], default=0)
+        if token < 0:
+            break
+        confidence = _SCORES[min(longest + depth, LONGEST)]
+        path *= chance(name, depth + 1, 0, confidence)
+        if not path > 0.0 or path < price:
+            break
+        depth += 1
+        tokens.append(token)
+        confidences.append(confidence)
+    if not depth:
+        return NOTHING
+    return Proposal(tuple(tokens), tuple(range(ROOT, depth - 1)), tuple(confidences), (0,) * depth)
+
+
+def _branch(
+    name: str, branches: list[Branch], budget: Budget, tokens: list[int], confidences: list[float], path: float
+) -> Proposal:
+    """The rest of a tree whose trunk is `tokens`, of chance `path`: what may follow has more than one opinion."""
+    trunk = len(tokens)
+    parents = list(range(ROOT, trunk - 1))
+    ranks = [0] * trunk
     heap: list[tuple[float, int, int, int, int, float, int, list[Branch]]] = []
     chance, price, max_depth = budget.chance, budget.price, budget.max_depth
     order = 0
@@ -161,7 +260,7 @@ def _expand(name: str, branches: list[Branch], budget: Budget) -> Proposal:
                 order += 1
                 heappush(heap, (-worth, order, token, parent, rank, confidence, depth, group))
 
-    push(branches, ROOT, 1, 1.0)
+    push([(text, at + trunk, length, weight) for text, at, length, weight in branches], trunk - 1, trunk + 1, path)
     max_nodes = budget.max_nodes
     while heap and len(tokens) < max_nodes:
         worth, _, token, parent, rank, confidence, depth, group = heappop(heap)
@@ -170,23 +269,8 @@ def _expand(name: str, branches: list[Branch], budget: Budget) -> Proposal:
         parents.append(parent)
         confidences.append(confidence)
         ranks.append(rank)
-        if depth >= max_depth:
-            continue
-        if len(group) > 1 or heap:
+        if depth < max_depth:
             push([(text, at + 1, length, weight) for text, at, length, weight in group], place, depth + 1, -worth)
-            continue
-        text, at, length, _ = group[0]  # one occurrence is left and nothing competes: copy on while it is worth it
-        path = -worth
-        for token in text[at + 1 : at + 1 + min(max_nodes - len(tokens), max_depth - depth)]:
-            depth += 1
-            confidence = _confidence(length + depth - 1, 1.0)
-            path *= chance(name, depth, 0, confidence)
-            if token < 0 or not path > 0.0 or path < price:
-                break
-            parents.append(len(tokens) - 1)
-            tokens.append(token)
-            confidences.append(confidence)
-            ranks.append(0)
     if not tokens:
         return NOTHING
     return Proposal(tuple(tokens), tuple(parents), tuple(confidences), tuple(ranks))

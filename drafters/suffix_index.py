@@ -1,131 +1,23 @@
-"""Where have the last tokens occurred before? Knows one growing token list; refuses to know requests and trees.
-
-For each order k in ORDERS a chain links every position to the previous one with the same k tokens before it (the hash
-chains of LZ77 compressors, newest first). Adding a token costs one dictionary write per order; asking costs a short walk.
-Hashes may collide, so every hit is compared token by token.
-"""
+"""A bounded store of texts over two suffix indexes. Knows lists of tokens; refuses to know whose they are."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-ORDERS = (8, 4, 2, 1)  # context lengths that are indexed, longest first
-LENGTHS = (12, 16, 24, 32)  # longer matches are told apart at these lengths
-LONGEST = LENGTHS[-1]
-BARRIER = -1  # a token no text holds: no match spans it
-
-Match = tuple[int, int]  # position of the continuation's first token, length of the match before it
-
-
-class SuffixIndex:
-    """An append-only list of tokens and the chains over it.
-
-    heads[k][hash of k tokens] = newest position after such tokens; links[k][p] = the one before p, -1 = none.
-    A position is indexed once its own token is there, so every hit has a continuation.
-    """
-
-    __slots__ = ("_heads", "_links", "tokens")
-
-    def __init__(self, tokens: Sequence[int] = ()) -> None:
-        self.tokens: list[int] = []
-        self._heads: tuple[dict[int, int], ...] = tuple({} for _ in ORDERS)
-        self._links: tuple[list[int], ...] = tuple([] for _ in ORDERS)
-        self.extend(tokens)
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def extend(self, new: Sequence[int]) -> None:
-        """Append tokens. About a microsecond each, in bulk or one by one."""
-        first = len(self.tokens)
-        self.tokens.extend(new)
-        tokens, count = self.tokens, len(self.tokens)
-        if count - first <= 4:
-            self._append(first)
-            return
-        for k, head, link in zip(ORDERS, self._heads, self._links, strict=True):
-            start = max(first, k)
-            if len(link) < start:
-                link.extend([-1] * (min(start, count) - len(link)))
-            if start >= count:
-                continue
-            window = tokens[start - k : count - 1]
-            keys = window if k == 1 else map(hash, zip(*(window[i:] for i in range(k)), strict=False))
-            previous, append = head.get, link.append
-            for position, key in enumerate(keys, start):
-                append(previous(key, -1))
-                head[key] = position
-
-    def _append(self, first: int) -> None:
-        """Index the positions from `first` on, one by one: the set-up of the bulk way is dear for a token or two."""
-        tokens = self.tokens
-        for position in range(first, len(tokens)):
-            for k, head, link in zip(ORDERS, self._heads, self._links, strict=True):
-                if position < k:
-                    link.append(-1)
-                    continue
-                key = tokens[position - 1] if k == 1 else hash(tuple(tokens[position - k : position]))
-                link.append(head.get(key, -1))
-                head[key] = position
-
-    def matches(self, tail: Sequence[int], limit: int, shortest: int = 1) -> list[Match]:
-        """Up to `limit` earlier occurrences of the end of `tail`, each with its match length (1..8 or one of LENGTHS).
-
-        Longest order first, newest first within an order; a position is listed once, by its longest match. Matches below
-        `shortest` are left out, and not looked for where a whole order is.
-        """
-        found: list[Match] = []
-        tokens, size, longer = self.tokens, len(tail), 0
-        for k, head, link in zip(ORDERS, self._heads, self._links, strict=True):
-            if size < k:  # the longer order lists nothing, but a shorter one may still match all of the tail
-                longer = k
-                continue
-            if 0 < longer <= shortest:
-                break  # this order and the ones after it only tell shorter matches
-            context = list(tail[size - k :])
-            position = head.get(context[0] if k == 1 else hash(tuple(context)), -1)
-            # Bounds the walk over positions that a longer order has listed already. Long matches seldom disagree.
-            steps = limit if k < ORDERS[0] else (limit + 1) // 2
-            while position >= 0 and steps > 0:
-                steps -= 1
-                if tokens[position - k : position] == context:
-                    length = _length(tokens, position, tail, k, longer)
-                    if length >= shortest:
-                        found.append((position, length))
-                        if len(found) == limit:
-                            return found
-                position = link[position]
-            longer = k
-            if len(found) >= 4 and k >= 4:
-                break  # enough long matches: shorter ones would only add noise
-        return found
-
-
-def _length(tokens: list[int], position: int, tail: Sequence[int], k: int, longer: int) -> int:
-    """Match length before `position`, at least k; 0 when the next longer order lists the position already."""
-    size = len(tail)
-    if k == ORDERS[0]:
-        length = k
-        for longest in LENGTHS:
-            if longest > size or longest > position or tokens[position - longest : position] != tail[size - longest :]:
-                break
-            length = longest
-        return length
-    length = k
-    while length < longer and length < size and length < position and tokens[position - length - 1] == tail[size - length - 1]:
-        length += 1
-    return 0 if length == longer else length
+from kernels.suffix_index import BARRIER, Index
+from kernels.suffix_index.reference import SuffixIndex
 
 
 class RecentTexts:
-    """A bounded store of texts as two generations: when the newer is full, the older is dropped. Costs stay amortised."""
+    """Two generations: when the newer is full, the older is dropped. Costs stay amortised."""
 
-    __slots__ = ("_half", "newer", "older")
+    __slots__ = ("_half", "_make", "newer", "older")
 
-    def __init__(self, max_tokens: int) -> None:
+    def __init__(self, max_tokens: int, make: Callable[[], Index] = SuffixIndex) -> None:
         self._half = max(1, max_tokens // 2)
-        self.newer = SuffixIndex()
-        self.older = SuffixIndex()
+        self._make = make
+        self.newer = make()
+        self.older = make()
 
     def __len__(self) -> int:
         return len(self.newer) + len(self.older)
@@ -134,5 +26,5 @@ class RecentTexts:
         """Store one text (its last tokens when it alone is too long)."""
         text = list(tokens[-(self._half - 1) :]) if len(tokens) >= self._half else list(tokens)
         if len(self.newer) + len(text) + 1 > self._half:
-            self.older, self.newer = self.newer, SuffixIndex()
+            self.older, self.newer = self.newer, self._make()
         self.newer.extend([*text, BARRIER])

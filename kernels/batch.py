@@ -54,8 +54,7 @@ class StepInputs:
 
 @dataclass(frozen=True, slots=True)
 class PackedInputs:
-    """The fields of `StepInputs`, one after the other in plain buffers: for passes so short that making nine tensors would be a good
-    part of them."""
+    """The fields of `StepInputs`, one after the other in plain buffers: making nine tensors would be a good part of a short pass."""
 
     ints: array[
         int
@@ -66,6 +65,7 @@ class PackedInputs:
     rows: int
     scored: int
     pages: int  # columns of the page table
+    shared: SharedPrefix | None = None
 
     def tensors(self, device: torch.device) -> StepInputs:
         nodes, rows = self.nodes, self.rows
@@ -82,6 +82,7 @@ class PackedInputs:
             page_table=table.view(rows, self.pages),
             kv_lens=kv_lens,
             score_rows=score_rows,
+            shared=self.shared,
         )
 
 

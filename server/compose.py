@@ -29,6 +29,8 @@ from kernels.decoder.placement import placed
 from kernels.decoder.reference import ReferenceDecoder
 from kernels.kv_slots import reference as slots_reference
 from kernels.sample import reference as sample_reference
+from kernels.suffix_index import SuffixOps
+from kernels.suffix_index import reference as suffix_reference
 from kernels.top_shares import reference as top_shares_reference
 from server.gpu_memory import kv_bytes, largest_step, step_bytes
 from server.models import resolve
@@ -139,6 +141,7 @@ class Backend:
     move: Move
     draft_weights: Callable[[DecoderWeights], DecoderWeights] = _as_stored  # the form in which drafters' own matrices are kept
     top: TopShares = top_shares_reference.top_shares
+    suffix: SuffixOps = suffix_reference
     trim: Callable[[], None] = _nothing  # gives freed memory back to the system
     kv_types: tuple[str, ...] = ("bfloat16", "float32", "float8")  # what keys and values may be kept in
     published: bool = False  # the layers' matrices of quantised safetensors stay in their published form
@@ -165,6 +168,7 @@ def _native(settings: Settings) -> Backend:
     from kernels.decoder.native import NativeDecoder
     from kernels.kv_slots import native as slots
     from kernels.sample.native import NativeSample
+    from kernels.suffix_index.native import NativeSuffix
     from kernels.top_shares.native import NativeTopShares
 
     library = native.load()
@@ -179,6 +183,7 @@ def _native(settings: Settings) -> Backend:
         slots.move,
         lambda weights: quantised(weights, bits=DRAFT_BITS, head_bits=DRAFT_HEAD_BITS),
         NativeTopShares(threads),
+        NativeSuffix(),
         trim=library.trim,
         kv_types=("bfloat16", "float32"),
     )
@@ -297,6 +302,7 @@ def _drafting_target(parts: Parts) -> registry.Target:
         make_decoder=parts.backend.make,
         make_beside=make_beside,
         top=parts.backend.top,
+        suffix=parts.backend.suffix,
         device=parts.settings.device,
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -14,13 +14,12 @@ from spec.budget import PriceSpeculator
 from spec.calibration import Calibration
 from spec.config import EngineConfig
 from spec.cost_table import CostTable
-from spec.drafter import Budget, SequenceView
-from spec.speculator import Limit, Load, Speculator, StepRecord
+from spec.speculator import Speculator, StepRecord
 from spec.target import TargetModel
-from spec.tree import DraftTree, Proposal
 
 MEASURE_SECONDS = 1.0
 SAVE_EVERY_SECONDS = 30.0
+LEARN_FROM = 4  # steps at once
 
 log = logging.getLogger("forespeak.speculation")
 
@@ -44,7 +43,7 @@ def measured_price_speculator(
     if measure:
         max_rows = min(64, config.num_pages * config.page_size // 2)
         costs.measure(lambda *sizes: pass_ms(target, config, *sizes), max_rows=max_rows, seconds=MEASURE_SECONDS)
-    inner = PriceSpeculator(calibration, costs, vocab_size=target.vocab_size)
+    inner = PriceSpeculator(calibration, costs, vocab_size=target.vocab_size, batch=LEARN_FROM)
     return KeptSpeculator(inner, calibration, calibration_file)
 
 
@@ -104,22 +103,13 @@ class KeptSpeculator:
         self._path = path
         self._clock = clock
         self._saved = clock()
+        self.rests, self.passed = inner.rests, inner.passed  # the two that every plain step calls, without a frame between
+        self.budgets, self.admit = inner.budgets, inner.admit
 
     @property
     def calibration(self) -> Calibration:
         """What is known now; for reading."""
         return self._calibration
-
-    def rests(self, views: Sequence[SequenceView]) -> bool:
-        return self._inner.rests(views)
-
-    def budgets(self, views: Sequence[SequenceView], limits: Sequence[Limit], load: Load) -> list[Budget]:
-        return self._inner.budgets(views, limits, load)
-
-    def admit(
-        self, views: Sequence[SequenceView], budgets: Sequence[Budget], proposals: Mapping[str, Sequence[Proposal]]
-    ) -> list[DraftTree]:
-        return self._inner.admit(views, budgets, proposals)
 
     def record(self, step: StepRecord) -> None:
         self._inner.record(step)

@@ -38,6 +38,7 @@ class ScoredRow:
     first: int
     grammar: GrammarSource | None = None  # the sequence's spec.grammar.GrammarState, at the root (read only)
     first_node: int | None = None  # the root's node in scores.hidden; when given, greedy rows are checked for NaN too
+    plain: bool = False  # known to be greedy without edits and logprobs: the argmax says it all
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +60,21 @@ def accept(
     rows: Sequence[ScoredRow], scores: TargetScores, *, eos_ids: Collection[int] = (), ops: SampleOps = REFERENCE_OPS
 ) -> list[Acceptance]:
     """One Acceptance per row. `eos_ids` are the model's own end tokens, which min_tokens holds back."""
-    argmax: list[int] = scores.argmax.tolist()
-    # A sum is not finite when any part of it is not: one cheap pass, and the rows are told apart only when something is wrong.
-    hidden = None if math.isfinite(float(scores.hidden.sum())) else scores.hidden
+    argmax: list[int] = scores.argmax if isinstance(scores.argmax, list) else scores.argmax.tolist()
+    hidden = None if _all_finite(scores) else scores.hidden
+    if all(row.plain for row in rows):
+        return [_greedy(row, argmax, hidden) for row in rows]
     walkers = {i: _Walker(row, eos_ids) for i, row in enumerate(rows) if not _is_plain(row.view.sampling)}
     _run(list(walkers.values()), scores.logits, ops)
     results = [walkers[i].result() if i in walkers else _greedy(row, argmax, hidden) for i, row in enumerate(rows)]
     return _with_logprobs(rows, results, scores.logits)
+
+
+def _all_finite(scores: TargetScores) -> bool:
+    """One cheap look at everything; the rows are told apart only when something is wrong."""
+    if scores.finite is not None:
+        return scores.finite
+    return math.isfinite(float(scores.hidden.sum()))  # a sum is not finite when any part of it is not
 
 
 def exact(tree: DraftTree) -> TokenWalk:
@@ -88,18 +97,29 @@ def _is_plain(options: SamplingParams) -> bool:
 
 def _greedy(row: ScoredRow, argmax: Sequence[int], hidden: torch.Tensor | None) -> Acceptance:
     """The exact rule where the target's token is its argmax. `hidden` is given only when something in it is not finite."""
-    walk = exact(row.tree)
-    node = next(walk)
-    while True:
-        broken = hidden is not None and row.first_node is not None and not _finite(hidden, row.first_node + node + 1)
-        try:
-            node = walk.send(None if broken else argmax[row.first + node + 1])
-        except StopIteration as end:
-            return _settled(end.value, sampling.not_finite())
+    tree, at = row.tree, row.first + 1
+    suspect = hidden is not None and row.first_node is not None
+    token = argmax[row.first]
+    if not tree.token_ids and not suspect:
+        return Acceptance((), token)
+    if suspect and not _node_is_finite(row, ROOT, hidden):
+        return Acceptance((), -1, error=sampling.not_finite())
+    path: list[int] = []
+    node = ROOT
+    # A parent comes before its children, so one pass over the nodes meets the whole path in order.
+    for child, (parent, drafted) in enumerate(zip(tree.parents, tree.token_ids, strict=True)):
+        if parent == node and drafted == token:
+            path.append(child)
+            node, token = child, argmax[at + child]
+            if suspect and not _node_is_finite(row, node, hidden):
+                return Acceptance(tuple(path), -1, error=sampling.not_finite())
+    return Acceptance(tuple(path), token)
 
 
-def _finite(hidden: torch.Tensor, node: int) -> bool:
-    return bool(torch.isfinite(hidden[node]).all())
+def _node_is_finite(row: ScoredRow, node: int, hidden: torch.Tensor | None) -> bool:
+    if hidden is None or row.first_node is None:
+        return True
+    return bool(torch.isfinite(hidden[row.first_node + node + 1]).all())
 
 
 def _settled(walked: Walked, error: RequestError | None) -> Acceptance:

@@ -21,7 +21,7 @@ from spec.cost_table import CostTable
 from spec.drafter import Budget, SequenceView
 from spec.guard import Worth
 from spec.load_state import LoadState
-from spec.merge import Candidate, Candidates, build, gather
+from spec.merge import Candidate, Candidates, Chain, as_chain, build, gather
 from spec.patience import Patience
 from spec.skill import Skill, judged
 from spec.speculator import Limit, Load, StepRecord
@@ -42,6 +42,7 @@ def _never(_drafter: str, _depth: int, _rank: int, _confidence: float) -> float:
     return 0.0
 
 
+Ranked = tuple[float, int, Candidate | None]  # path chance, whose it is, the node; None = the next one of a chain
 _NO_DRAFT = Budget(max_nodes=0, max_depth=0, price=1.0, pass_price=_free, chance=_never)
 
 
@@ -69,8 +70,15 @@ class PriceSpeculator:
     """The `Speculator` protocol by price. Deterministic given the calls made to it."""
 
     def __init__(
-        self, calibration: Calibration | None = None, costs: CostTable | None = None, *, vocab_size: int | None = None
+        self,
+        calibration: Calibration | None = None,
+        costs: CostTable | None = None,
+        *,
+        vocab_size: int | None = None,
+        batch: int = 1,
     ) -> None:
+        """`batch`: steps that are learnt from at once. Right after a pass all code is cold, and several steps cost little more than
+        one; what a sequence's own drafts brought is noted at once."""
         self.calibration = calibration or Calibration()
         self.costs = costs or CostTable()
         self._vocab_size = vocab_size
@@ -78,27 +86,48 @@ class PriceSpeculator:
         self._patience = Patience()
         self._loads: dict[int, LoadState] = {}
         self._step: _Step | None = None
+        self._began = False  # the step was counted when it began
+        self._batch = batch
+        self._unread: list[tuple[StepRecord, _Step | None]] = []
 
     # --- before drafting ----------------------------------------------------------------------------------------------
 
     def rests(self, views: Sequence[SequenceView]) -> bool:
         self._step = None
+        self._began = True
+        self._patience.step()
         state = self._loads.get(max(0, len(views) - 1).bit_length())
         if state is None:
             return False
-        willing = [view for view in views if view.policy.mode != "off" and view.policy.max_nodes != 0]
-        if any(view.grammar for view in willing):
-            return False  # forced tokens cost no question
-        if willing and not state.guard.rests() and any(self._patience.allow(view.seq_id) for view in willing):
-            return False
-        self._patience.step()
-        return True
+        willing = allowed = False
+        for view in views:  # a plain loop: this is most of what a step without drafts pays
+            policy = view.policy
+            if policy.mode == "off" or policy.max_nodes == 0:
+                continue
+            if view.grammar is not None:
+                return False  # forced tokens cost no question
+            willing = True
+            allowed = allowed or self._patience.allow(view.seq_id)
+        return not willing or state.guard.rests() or not allowed
+
+    def passed(self, steps: int, sequences: int, load: Load, target_ms: float, total_ms: float) -> None:
+        state = self._loads.get(max(0, sequences - 1).bit_length())
+        if state is None:
+            return
+        state.passed += steps
+        if load.prefill_tokens or load.sequences != sequences:
+            return
+        # What plain decoding takes, from a step that really was: nothing of drafting was in it.
+        plain_ms = max(self.costs.step_ms(sequences, load.context, sequences), 1e-6)
+        self.costs.record(sequences, load.context, sequences, target_ms, total_ms - target_ms)
+        state.overheads.record(total_ms - target_ms, drafted=False, nodes=0)
+        state.guard.record(drafted=False, tokens=1.0, time=min(total_ms / plain_ms, 20.0))
 
     def budgets(self, views: Sequence[SequenceView], limits: Sequence[Limit], load: Load) -> list[Budget]:
         size = max(0, len(views) - 1).bit_length()
         state = self._loads.get(size)
         if state is None:
-            state = self._loads[size] = LoadState()
+            state = self._loads[size] = LoadState(len(views))
         step = self._step = _Step(state, len(views), load)
         plain_ms = step.plain_ms = max(self.costs.step_ms(len(views), load.context, load.sequences), 1e-6)
         lambda_ = step.lambda_ = max(state.speed.value, 1e-3) * len(views) / plain_ms
@@ -116,6 +145,8 @@ class PriceSpeculator:
         step.probe = state.steps % next((every for until, every in _PROBES if drafts <= until), _PROBE_EVERY) == 0
         price, prices = self._prices(step)
         per_ms = lambda_ * _MARGIN
+        state.askers += 0.05 * (sum(asking) - state.askers)
+        entry = prices[0] + lambda_ * state.overheads.total / max(1.0, state.askers)
         most = MAX_NODES
         if step.probe:
             most = int(state.nodes) + 2  # a look just past what is usual: depth costs passes
@@ -134,7 +165,7 @@ class PriceSpeculator:
                 continue
             nodes = min(_most(view, limit), most)
             chance = self._chance(view, refused, step.asked)
-            found.append(Budget(nodes, min(limit.max_depth, nodes), price, pass_price, chance, prices))
+            found.append(Budget(nodes, min(limit.max_depth, nodes), price, pass_price, chance, entry, prices))
         return found
 
     def _asks(self, view: SequenceView, limit: Limit) -> bool:
@@ -181,9 +212,13 @@ class PriceSpeculator:
             raise ValueError("admit was not preceded by budgets for the same sequences")
         offered = [self._gather(i, budget, proposals) for i, budget in enumerate(budgets)]
         chosen: list[list[Candidate]] = [[] for _ in views]
-        ranked = []
+        lengths = [0] * len(views)  # of chains
+        ranked: list[list[Ranked]] = []
         for i, (budget, found) in enumerate(zip(budgets, offered, strict=True)):
             if found is None:
+                continue
+            if isinstance(found, Chain):
+                ranked.append([(path, i, None) for path in found.paths[: budget.max_nodes]])
                 continue
             best = found.best_first()[: budget.max_nodes]
             if found.sampled:
@@ -191,20 +226,34 @@ class PriceSpeculator:
                 chosen[i] = [node for node in best if node.path >= budget.price]
             else:
                 ranked.append([(node.path, i, node) for node in best])
-        rows = step.rows + sum(len(nodes) for nodes in chosen)
+        rows = step.rows + sum([len(nodes) for nodes in chosen])
         order = ranked[0] if len(ranked) == 1 else list(merge_sorted(*ranked, key=_falling))
         for _, i, node in order[: self._cut(step, rows, order)]:
-            chosen[i].append(node)
-        self._account(step, rows, chosen)
-        return [EMPTY_TREE if found is None else build(found, nodes) for found, nodes in zip(offered, chosen, strict=True)]
+            if node is None:
+                lengths[i] += 1
+            else:
+                chosen[i].append(node)
+        self._account(step, rows, offered, lengths, chosen)
+        trees: list[DraftTree] = []
+        for found, nodes, length in zip(offered, chosen, lengths, strict=True):
+            if isinstance(found, Chain):
+                trees.append(found.tree(length) if length else EMPTY_TREE)
+            else:
+                trees.append(build(found, nodes) if found is not None and nodes else EMPTY_TREE)
+        return trees
 
-    def _gather(self, i: int, budget: Budget, proposals: Mapping[str, Sequence[Proposal]]) -> Candidates | None:
+    def _gather(self, i: int, budget: Budget, proposals: Mapping[str, Sequence[Proposal]]) -> Candidates | Chain | None:
         offers = [(name, per_view[i]) for name, per_view in proposals.items() if per_view[i].token_ids]
         if not offers or budget.max_nodes <= 0:
             return None
+        if len(offers) == 1:
+            name, proposal = offers[0]
+            chain = as_chain(name, proposal, budget.chance, max_depth=budget.max_depth, vocab_size=self._vocab_size)
+            if chain is not None:
+                return chain
         return gather(offers, budget.chance, max_depth=budget.max_depth, vocab_size=self._vocab_size)
 
-    def _cut(self, step: _Step, rows: int, order: Sequence[tuple[float, int, Candidate]]) -> int:
+    def _cut(self, step: _Step, rows: int, order: Sequence[Ranked]) -> int:
         """How many of the nodes, best first, maximise F(n) - lambda T(R + n)."""
         lambda_ = step.lambda_
         each = self.costs.row_ms(rows, len(order) + 1)
@@ -222,14 +271,23 @@ class PriceSpeculator:
         # A look at what was pruned.
         return min(len(order), best_count + max(2, step.views // 16)) if step.probe else best_count
 
-    def _account(self, step: _Step, rows: int, chosen: Sequence[Sequence[Candidate]]) -> None:
+    def _account(
+        self,
+        step: _Step,
+        rows: int,
+        offered: Sequence[Candidates | Chain | None],
+        lengths: Sequence[int],
+        chosen: Sequence[Sequence[Candidate]],
+    ) -> None:
         """Who brought what: tokens expected of each drafter's nodes, less their share of the verification."""
-        total = sum(len(nodes) for nodes in chosen)
+        total = sum(lengths) + sum([len(nodes) for nodes in chosen])
         if not total:
             return
         each = step.node_cost = step.lambda_ * sum(self.costs.row_ms(step.rows, total)) / total
         gains = step.gains
-        for nodes in chosen:
+        for found, length, nodes in zip(offered, lengths, chosen, strict=True):
+            if isinstance(found, Chain):
+                gains[found.name] = gains.get(found.name, 0.0) + sum(found.paths[:length]) - each * length
             for node in nodes:
                 name = node.sources[0]
                 gains[name] = gains.get(name, 0.0) + node.path - each
@@ -238,7 +296,20 @@ class PriceSpeculator:
 
     def record(self, step: StepRecord) -> None:
         decided, self._step = self._step, None
-        self._patience.step()
+        if not self._began:
+            self._patience.step()
+        self._began = False
+        if decided is not None and decided.views != len(step.outcomes):
+            decided = None
+        if decided is not None and decided.drafted and not (step.hoped or decided.probe or step.load.prefill_tokens):
+            self._record_interest(step, decided)
+        self._unread.append((step, decided))
+        if len(self._unread) >= self._batch or any(outcome.finished for outcome in step.outcomes):
+            unread, self._unread = self._unread, []
+            for earlier in unread:
+                self._read(*earlier)
+
+    def _read(self, step: StepRecord, decided: _Step | None) -> None:
         for outcome in step.outcomes:
             if outcome.tree.token_ids:
                 greedy = outcome.view.sampling.temperature == 0.0
@@ -249,18 +320,19 @@ class PriceSpeculator:
                 self._skill.forget(outcome.view.seq_id)
                 self._patience.forget(outcome.view.seq_id)
         count = len(step.outcomes)
-        if decided is None or not count or decided.views != count or step.load.prefill_tokens:
+        if decided is None or not count or step.load.prefill_tokens:
             return
         self._record_costs(step, decided)
         time = min(max(step.total_ms, 1e-6) / decided.plain_ms, 20.0)
         tokens = sum([len(outcome.path) + 1 for outcome in step.outcomes]) / count
         state = decided.state
+        state.speed.add_plain(state.passed)
+        state.passed = 0
         state.speed.add(tokens, time)
         if decided.probe:
             return  # that is not how this load is served
         state.guard.record(drafted=decided.drafted, tokens=tokens, time=time)
         if decided.drafted:
-            self._record_interest(step, decided)
             usual = sum([len(outcome.tree) for outcome in step.outcomes]) / count
             state.nodes += 0.05 * (usual - state.nodes)
 
@@ -297,5 +369,5 @@ def _most(view: SequenceView, limit: Limit) -> int:
     return limit.max_nodes if most is None else min(most, limit.max_nodes)
 
 
-def _falling(item: tuple[float, int, Candidate]) -> float:
+def _falling(item: Ranked) -> float:
     return -item[0]

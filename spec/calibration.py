@@ -113,7 +113,10 @@ class Calibration:
 
     def chance(self, drafter: str, depth: int, rank: int, confidence: float, *, greedy: bool) -> float:
         """P(accepted | parent accepted) of such a node; confidence below 0 (UNKNOWN): the mean over all confidences."""
-        return self.cell_chance(drafter, depth, rank, -1 if confidence < 0.0 else confidence_bin(confidence), greedy)
+        # `cell_chance` and `confidence_bin` spelled out: asked for every node, most often right after a pass, when calls are dear.
+        bin_ = -1 if confidence < 0.0 else bisect_right(EDGES, confidence) if confidence == confidence else 0
+        found = self._cache.get((drafter, depth, rank, bin_, greedy))
+        return self.cell_chance(drafter, depth, rank, bin_, greedy) if found is None else found
 
     def cell_chance(self, drafter: str, depth: int, rank: int, bin_: int, greedy: bool) -> float:
         """The same by confidence bin; -1 = unknown."""

@@ -55,6 +55,9 @@ class Budget:
     price: float
     pass_price: Callable[[float], float]
     chance: Callable[[str, int, int, float], float]
+    entry: float = (
+        0.0  # the chance from which on a first node pays for itself and for its share of what asking and any tree cost
+    )
     prices: tuple[float, ...] = ()  # what the sequence's 1st, 2nd, ... node costs, the last one holding on; () = `price`
 
     def wants(self, drafter: str) -> bool:
@@ -96,3 +99,11 @@ class Drafter(Protocol):
 
     def close(self, seq_id: int) -> None:
         """The sequence left (finished, cancelled or preempted). Unknown ids are ignored."""
+
+
+class Glancing(Drafter, Protocol):
+    """A drafter that can tell at next to no cost that it has nothing to offer. Where all of them say so the step is plain decoding."""
+
+    def hopes(self, views: Sequence[SequenceView]) -> Sequence[int]:
+        """Which of the views (their indices) may bring anything when asked about now. Asked before anything else in a step; a wrong
+        answer costs speed only."""

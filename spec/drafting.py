@@ -13,13 +13,15 @@ from dataclasses import dataclass, field
 
 import torch
 
-from spec.drafter import Budget, Drafter, Outcome
+from spec.drafter import Budget, Drafter, Outcome, SequenceView
 from spec.errors import InvariantError
 from spec.sequence import Sequence as EngineSequence
 from spec.speculator import Limit, Load, Speculator, StepRecord
 from spec.tree import NOTHING, ROOT, DraftTree, Proposal
 
 MAX_FAULTS = 3
+TELL_EVERY = 8  # plain steps
+_NO_ROOM = Limit(0, 0)
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +30,7 @@ log = logging.getLogger(__name__)
 class _Member:
     drafter: Drafter
     name: str
+    hopes: Callable[[Sequence[SequenceView]], Sequence[int]] | None  # of spec.drafter.Glancing
     faults: int = 0
     serves: set[int] = field(default_factory=set)  # sequences whose policy lets it draft
     opened: set[int] = field(default_factory=set)  # of those, the ones that decode
@@ -43,7 +46,9 @@ class DraftTeam:
         self.seconds = {drafter.name: 0.0 for drafter in drafters}
         self.faults = {drafter.name: 0 for drafter in drafters}
         self.last_ms: dict[str, float] = {}  # drafting time of the latest step that decoded
-        self._members = [_Member(drafter, drafter.name) for drafter in drafters]
+        self._members = [_Member(drafter, drafter.name, getattr(drafter, "hopes", None)) for drafter in drafters]
+        self._untold = 0  # plain steps the speculator does not know of
+        self._hopes: list[bool] | None = None  # of the sequences in this step; None = nobody can tell
         self._speculator = speculator
         self._vocab_size = vocab_size
         self._clock = clock
@@ -56,6 +61,11 @@ class DraftTeam:
     def watches(self) -> bool:
         """Whether somebody must be told of steps in which nobody drafts and no sequence ends."""
         return any(member.drafter.watches for member in self._members)
+
+    @property
+    def hoped(self) -> bool:
+        """Whether only sequences with hope were asked about in this step."""
+        return self._hopes is not None
 
     # --- a sequence's life ------------------------------------------------------------------------------------------
 
@@ -92,16 +102,55 @@ class DraftTeam:
     # --- one step ---------------------------------------------------------------------------------------------------
 
     def rests(self, sequences: Sequence[EngineSequence]) -> bool:
-        """Whether the speculator lets this step pass as plain decoding that need not be recorded."""
+        """Whether this step passes as plain decoding: the speculator says so, or nobody has anything to offer."""
         try:
-            return self._speculator.rests(sequences)
+            if self._speculator.rests(sequences):
+                return True
         except Exception as error:
             self._speculator_fault("rests", error)
             return True
+        self._hopes = self._look(sequences)
+        return self._hopes is not None and True not in self._hopes
+
+    def passed(self) -> bool:
+        """A step passed as plain decoding. True: it is time to `tell` the speculator."""
+        self._untold += 1
+        return self._untold >= TELL_EVERY
+
+    def tell(self, sequences: int, load: Load, target_ms: float, total_ms: float) -> None:
+        """What the latest plain step cost."""
+        steps, self._untold = self._untold, 0
+        try:
+            self._speculator.passed(steps, sequences, load, target_ms, total_ms)
+        except Exception as error:
+            self._speculator_fault("passed", error)
+
+    def _look(self, sequences: Sequence[EngineSequence]) -> list[bool] | None:
+        """For which sequences some drafter has hope. None when one of them cannot tell."""
+        hopes = [False] * len(sequences)
+        for member in list(self._members):
+            opened = member.opened
+            if not opened:
+                continue
+            if member.hopes is None:
+                return None
+            mine = [i for i, sequence in enumerate(sequences) if sequence.seq_id in opened]
+            if not mine:
+                continue
+            start = self._clock()
+            try:
+                for i in member.hopes([sequences[i] for i in mine]):
+                    hopes[mine[i]] = True
+            except Exception as error:
+                self._fault(member, None, f"hopes raised {error!r}")
+            self.seconds[member.name] += self._clock() - start
+        return hopes
 
     def budgets(self, sequences: Sequence[EngineSequence], limits: Sequence[Limit], load: Load) -> list[Budget] | None:
         """What each sequence may draft now; None when nobody may, and then the step is plain decoding."""
         self.last_ms = {}
+        if self._hopes is not None:
+            limits = [limit if hope else _NO_ROOM for limit, hope in zip(limits, self._hopes, strict=True)]
         if not any(limit.max_nodes for limit in limits):
             return None
         try:

@@ -49,6 +49,18 @@ class Speed:
         self._tc = self._tc * keep + tokens * time
         self.time_squared = self.time_squared * keep + time * time
 
+    def add_plain(self, steps: int) -> None:
+        """So many steps of one token in one unit of time, at once."""
+        if steps:
+            keep = self._keep**steps
+            added = (1.0 - keep) / (1.0 - self._keep)
+            self.count = self.count * keep + added
+            self.tokens = self.tokens * keep + added
+            self.time = self.time * keep + added
+            self._tt = self._tt * keep + added
+            self._tc = self._tc * keep + added
+            self.time_squared = self.time_squared * keep + added
+
     @property
     def value(self) -> float:
         return self.tokens / self.time if self.time > 0.0 else 0.0

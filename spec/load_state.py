@@ -27,14 +27,19 @@ class Overheads:
         (self._tree if nodes else self._asked if drafted else self._idle).add(ms, _RATE)
 
     @property
+    def total(self) -> float:
+        """What asking and a tree cost, whatever its size."""
+        return _apart(self._idle, self._tree)
+
+    @property
     def asking(self) -> float:
-        """What asking costs where nothing comes of it."""
+        """What asking costs where nothing comes of it; 0 where that hardly happens."""
         return _apart(self._idle, self._asked)
 
     @property
     def verifying(self) -> float:
-        """What merging, accepting and learning from a tree adds to that, whatever its size."""
-        return _apart(self._asked, self._tree)
+        """What merging, accepting and learning from a tree adds to that."""
+        return max(0.0, self.total - self.asking)
 
 
 def _apart(less: Mean, more: Mean) -> float:
@@ -46,9 +51,23 @@ def _apart(less: Mean, more: Mean) -> float:
 class LoadState:
     """Of one load: decoding sequences by power of two."""
 
-    __slots__ = ("_kept", "_rows", "guard", "marginal", "nodes", "overheads", "speed", "steps", "worth")
+    __slots__ = (
+        "_kept",
+        "_rows",
+        "askers",
+        "guard",
+        "marginal",
+        "nodes",
+        "overheads",
+        "passed",
+        "plain_steps",
+        "speed",
+        "steps",
+        "worth",
+    )
 
-    def __init__(self) -> None:
+    def __init__(self, views: int = 1) -> None:
+        self.askers = max(1.0, views / 4)  # sequences asked about in a step in which anybody is, lately
         self.guard = Guard()
         self.overheads = Overheads()
         self.speed = Speed()  # tokens per sequence and plain-step time: how many times plain
@@ -56,6 +75,7 @@ class LoadState:
         self.nodes = 2.0  # admitted per sequence, lately
         self.marginal = -1.0  # milliseconds that the node after the last one admitted was worth, lately; -1 = not known
         self.steps = 0
+        self.passed = 0  # plain steps since the last one that was recorded
         self.worth: dict[str, Worth] = {}
         self._rows: tuple[float, tuple[float, ...]] = (0.0, ())
         self._kept = (-1, -1, -1)  # rows, views, step until which `_rows` holds

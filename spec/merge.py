@@ -20,10 +20,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from spec.calibration import confidence_bin
-from spec.tree import EMPTY_TREE, ROOT, DraftProbs, DraftTree, Proposal
+from spec.tree import EMPTY_TREE, MAX_NODES, ROOT, DraftProbs, DraftTree, Proposal
 
 Chance = Callable[[str, int, int, float], float]
 Offer = tuple[str, Proposal]
+_STRAIGHT = tuple(range(ROOT, MAX_NODES))  # parents of a chain
 _IN_VAIN = 99  # rank of a node that cannot be accepted, so that its rejections are counted apart
 
 
@@ -109,6 +110,53 @@ def gather(offers: Iterable[Offer], chance: Chance, *, max_depth: int, vocab_siz
     for node in found.nodes:
         node.path = node.chance if node.parent is None else node.chance * node.parent.path
     return found
+
+
+class Chain:
+    """What one drafter alone offered a request where it is a chain without draws: `gather`, `best_first` and `build` in few steps."""
+
+    __slots__ = ("chances", "name", "paths", "proposal")
+
+    def __init__(self, name: str, proposal: Proposal, chances: list[float], paths: list[float]) -> None:
+        self.name = name
+        self.proposal = proposal
+        self.chances = chances
+        self.paths = paths  # never growing, so every cut is a prefix
+
+    def tree(self, count: int) -> DraftTree:
+        """The first `count` nodes."""
+        proposal, name = self.proposal, self.name
+        origins = [
+            ((rank, confidence_bin(confidence)),)
+            for rank, confidence in zip(proposal.ranks[:count], proposal.confidence[:count], strict=True)
+        ]
+        return DraftTree(
+            proposal.token_ids[:count],
+            proposal.parents[:count],
+            tuple(self.chances[:count]),
+            ((name,),) * count,
+            tuple(origins),
+        )
+
+
+def as_chain(name: str, proposal: Proposal, chance: Chance, *, max_depth: int, vocab_size: int | None = None) -> Chain | None:
+    """None for anything but a chain without draws."""
+    count = len(proposal.token_ids)
+    if proposal.draft_probs is not None or proposal.parents != _STRAIGHT[:count] or not well_formed(proposal, vocab_size):
+        return None
+    chances: list[float] = []
+    paths: list[float] = []
+    path = 1.0
+    for depth, (confidence, rank) in enumerate(zip(proposal.confidence, proposal.ranks, strict=True), 1):
+        estimate = chance(name, depth, rank, confidence) if depth <= max_depth else 0.0
+        if not estimate > 0.0:
+            break
+        if estimate > 1.0:
+            estimate = 1.0
+        path *= estimate
+        chances.append(estimate)
+        paths.append(path)
+    return Chain(name, proposal, chances, paths)
 
 
 def _add(found: Candidates, name: str, proposal: Proposal, chance: Chance, max_depth: int) -> None:

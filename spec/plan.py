@@ -33,4 +33,4 @@ class StepPlan:
     @property
     def context(self) -> int:
         """Committed keys of all rows together."""
-        return sum(row.num_kv for row in self.rows)
+        return sum([row.num_kv for row in self.rows])

@@ -124,5 +124,8 @@ class ShapeSpeculator:
     def rests(self, views: Sequence[SequenceView]) -> bool:
         return False
 
+    def passed(self, steps: int, sequences: int, load: Load, target_ms: float, total_ms: float) -> None:
+        """A fixed shape learns nothing."""
+
     def record(self, step: StepRecord) -> None:
         """A fixed shape learns nothing."""

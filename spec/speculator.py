@@ -40,12 +40,17 @@ class StepRecord:
     draft_ms: Mapping[str, float]  # per drafter
     target_ms: float
     total_ms: float
+    hoped: bool = False  # only sequences were asked about that drafters had hope for
 
 
 class Speculator(Protocol):
     def rests(self, views: Sequence[SequenceView]) -> bool:
-        """Asked first in a step. True: nobody drafts in it, whatever the limits, and it need not be recorded; `budgets` is not
-        asked then. False says nothing of what `budgets` will answer."""
+        """Asked first in a step. True: nobody drafts in it, whatever the limits; `budgets` is not asked then. False says nothing
+        of what `budgets` will answer."""
+
+    def passed(self, steps: int, sequences: int, load: Load, target_ms: float, total_ms: float) -> None:
+        """Told now and then, instead of `record`, of the steps that were plain decoding since it was told last (they rested, or no
+        drafter had anything to offer), and what the latest of them cost, which had so many decoding sequences."""
 
     def budgets(self, views: Sequence[SequenceView], limits: Sequence[Limit], load: Load) -> list[Budget]: ...
 

@@ -9,14 +9,12 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import torch
-
 from spec.accept import Acceptance, ScoredRow, accept
 from spec.commit import Moves, commit, commit_chunk, failure
 from spec.drafter import Outcome
 from spec.drafting import DraftTeam
 from spec.errors import InvariantError, RequestError
-from spec.inputs import build_inputs
+from spec.inputs import pack_inputs
 from spec.paging import Paging
 from spec.plan import PlanRow, StepPlan
 from spec.request import TokenEvent
@@ -50,10 +48,6 @@ class Core:
     stats: EngineStats
     sequences: dict[int, EngineSequence] = field(default_factory=dict)  # every unfinished one, by id
 
-    @property
-    def device(self) -> torch.device:
-        return self.target.store.k.device
-
 
 def speculative_step(core: Core, plan: StepPlan) -> list[TokenEvent]:
     """Run the plan's rows through the target once and return what its sequences said."""
@@ -69,9 +63,9 @@ def speculative_step(core: Core, plan: StepPlan) -> list[TokenEvent]:
         trees[: plan.num_decoding] = _propose(core, plan, decoding)
     proposed = clock()
 
-    inputs = build_inputs(plan.rows, trees, core.paging.page_size, core.device)
+    inputs = pack_inputs(plan.rows, trees, core.paging.page_size, core.target.shares_keys)
     need_logits = any(row.scored and sequence.needs_logits for row, sequence in zip(plan.rows, sequences, strict=True))
-    scores = core.target.run(inputs, need_logits)
+    scores = core.target.run_packed(inputs, need_logits)
     verified = clock()
 
     acceptances = _accept(core, plan.rows, sequences, trees, scores)
@@ -80,11 +74,15 @@ def speculative_step(core: Core, plan: StepPlan) -> list[TokenEvent]:
     events = _commit_rows(core, plan.rows, sequences, trees, acceptances)
     committed = clock()
 
-    if team.active and (not resting or team.watches or any(sequence.finish_reason for sequence in sequences)):
-        outcomes = _outcomes(plan.rows, sequences, trees, acceptances)
-        team.observe(outcomes, scores.hidden)
-        if not resting:
-            _record(core, plan, outcomes, scores, (verified - proposed) * 1e3, began)
+    if team.active:
+        if not resting or team.watches or any(event.finish_reason is not None for event in events):
+            outcomes = _outcomes(plan.rows, sequences, trees, acceptances)
+            team.observe(outcomes, scores.hidden)
+        if resting:
+            if team.passed():
+                team.tell(plan.num_decoding, _load(plan), (verified - proposed) * 1e3, (clock() - began) * 1e3)
+        else:
+            _record(core, plan, outcomes, scores, began, proposed, verified)
     observed = clock()
 
     _give_back(core, sequences)
@@ -95,10 +93,6 @@ def speculative_step(core: Core, plan: StepPlan) -> list[TokenEvent]:
     spent["accept"] += accepted - verified
     spent["commit"] += committed - accepted + done - observed
     return events
-
-
-def _load(plan: StepPlan) -> Load:
-    return Load(prefill_tokens=plan.prefill_tokens, sequences=len(plan.rows), context=plan.context)
 
 
 def _propose(core: Core, plan: StepPlan, decoding: Sequence[EngineSequence]) -> list[DraftTree]:
@@ -124,7 +118,7 @@ def _accept(
     for row, sequence, tree in zip(rows, sequences, trees, strict=True):
         node += len(row.token_ids)
         if row.scored:
-            scored.append(ScoredRow(sequence, tree, first, sequence.grammar, node - 1))
+            scored.append(ScoredRow(sequence, tree, first, sequence.grammar, node - 1, not sequence.needs_logits))
             first += len(tree) + 1
         node += len(tree)
     if not scored:
@@ -195,19 +189,24 @@ def _outcomes(
     return outcomes
 
 
+def _load(plan: StepPlan) -> Load:
+    return Load(plan.prefill_tokens, len(plan.rows), plan.context)
+
+
 def _record(
-    core: Core, plan: StepPlan, outcomes: Sequence[Outcome], scores: TargetScores, target_ms: float, began: float
+    core: Core,
+    plan: StepPlan,
+    outcomes: Sequence[Outcome],
+    scores: TargetScores,
+    began: float,
+    proposed: float,
+    verified: float,
 ) -> None:
-    core.team.record(
-        StepRecord(
-            nodes=scores.hidden.shape[0],
-            load=_load(plan),
-            outcomes=outcomes[: plan.num_decoding],
-            draft_ms=core.team.last_ms,
-            target_ms=target_ms,
-            total_ms=(core.clock() - began) * 1e3,
-        )
-    )
+    draft_ms = core.team.last_ms
+    # Where nobody was asked after all, deciding so is no part of what plain decoding costs.
+    total_ms = (core.clock() - (began if draft_ms else proposed)) * 1e3
+    nodes, decoding = scores.hidden.shape[0], outcomes[: plan.num_decoding]
+    core.team.record(StepRecord(nodes, _load(plan), decoding, draft_ms, (verified - proposed) * 1e3, total_ms, core.team.hoped))
 
 
 def _give_back(core: Core, sequences: Sequence[EngineSequence]) -> None:

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from drafters.nothing import NothingDrafter
 from drafters.suffix import SuffixDrafter
-from drafters.suffix_index import LENGTHS, ORDERS, RecentTexts, SuffixIndex
+from drafters.suffix_index import RecentTexts
+from kernels.suffix_index import LENGTHS, ORDERS
+from kernels.suffix_index.reference import SuffixIndex
 from spec.drafter import Outcome
 from spec.tree import EMPTY_TREE, NOTHING
 

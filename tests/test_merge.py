@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from spec.calibration import confidence_bin
 from spec.errors import ConfigError
-from spec.merge import gather, merge, well_formed
+from spec.merge import as_chain, build, gather, merge, well_formed
 from spec.rejection import walk
 from spec.request import SamplingParams, SpeculationPolicy
 from spec.shapes import SHAPES, ShapeSpeculator, parse_shape
@@ -285,3 +286,28 @@ def test_merging_costs_microseconds() -> None:
         merge(offers, raw_chance, price=0.05, max_nodes=8, max_depth=8)
         best = min(best, time.perf_counter() - began)
     assert best < 6e-4
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    scores=st.lists(st.sampled_from((0.0, 0.2, 0.5, 0.9, 1.0, 1.5)), min_size=1, max_size=12),
+    depth=st.integers(1, 14),
+    count=st.integers(0, 12),
+)
+def test_a_lone_chain_is_the_tree_that_gathering_makes(scores: list[float], depth: int, count: int) -> None:
+    size = len(scores)
+    chain = Proposal(tuple(range(3, 3 + size)), tuple(range(-1, size - 1)), tuple(scores), (0,) * size)
+    found = gather([("d", chain)], raw_chance, max_depth=depth)
+    lone = as_chain("d", chain, raw_chance, max_depth=depth)
+    assert lone is not None
+    assert lone.paths == [node.path for node in found.nodes]
+    count = min(count, len(found.nodes))
+    assert lone.tree(count) == build(found, found.best_first()[:count])
+
+
+def test_only_a_sound_chain_is_taken_as_one() -> None:
+    sound = Proposal((5, 6, 7), (-1, 0, 1), (0.5,) * 3, (0,) * 3)
+    assert as_chain("d", sound, raw_chance, max_depth=9, vocab_size=8) is not None
+    assert as_chain("d", sound, raw_chance, max_depth=9, vocab_size=7) is None
+    for other in (replace(sound, parents=(-1, 0, 0)), replace(sound, ranks=(0,)), replace(sound, draft_probs=(None,) * 3)):
+        assert as_chain("d", other, raw_chance, max_depth=9) is None

@@ -7,7 +7,7 @@ tree's shape, the chunking, the slots its keys lie in or the other rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -87,6 +87,18 @@ class Decoder(Protocol):
     shape: DecoderShape
 
     def forward(self, inputs: StepInputs, store: KVTensors, need_logits: bool) -> DecoderOutput: ...
+
+
+PackedOutput = tuple[list[int], torch.Tensor | None, torch.Tensor, bool]
+PackedPass = Callable[[PackedInputs, bool], PackedOutput]
+
+
+class PackedDecoder(Decoder, Protocol):
+    """A decoder that reads plain buffers: a short pass takes about as long as ten tensors to make."""
+
+    def over(self, store: KVTensors) -> PackedPass:
+        """`forward` over one store as a function of (inputs, need_logits): argmax [R], logits [R, vocab_size] when asked for, hidden
+        [N, hidden], and whether all of hidden is finite. What it returns is valid until its next call."""
 
 
 Drafted = tuple[torch.Tensor, Sequence[int], Sequence[float]]

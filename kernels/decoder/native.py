@@ -10,9 +10,10 @@ import torch
 
 from kernels.batch import KVTensors, PackedInputs, StepInputs
 from kernels.decoder import DecoderOutput, DecoderShape, DecoderWeights, Drafted, LayerWeights
+from kernels.decoder.native_pass import NativePass, packed_step
 from kernels.linear import BlockWeight, LayerWeight, Weight
 from kernels.native import NativeError, NativeLibrary, require
-from kernels.native.library import ShapeData, StepData, check
+from kernels.native.library import ShapeData, check
 from kernels.native.tensors import address, step_data, store_data, weight_data
 
 _ATTENTION_NORM, _MLP_NORM, _Q_NORM, _K_NORM, _FINAL_NORM, _COS, _SIN, _FEATURE_NORM, _TOKEN_NORM = range(9)
@@ -129,6 +130,10 @@ class NativeDecoder:
         self._forward(inputs, store, need_logits, features, seconds)
         return dict(zip(PHASES, seconds, strict=True))
 
+    def over(self, store: KVTensors) -> NativePass:
+        """The pass over one store from plain buffers."""
+        return NativePass(self, self._library, self._handle, self._team.handle, self.shape, store)
+
     def draft(
         self,
         inputs: PackedInputs,
@@ -138,14 +143,7 @@ class NativeDecoder:
         temperature: Sequence[float] | None = None,
     ) -> Drafted:
         """One call. Raises NativeError as `forward` does."""
-        scored, ints = inputs.scored, inputs.ints.buffer_info()[0]
-        at = ints + 12 * inputs.nodes
-        step = StepData(
-            inputs.nodes, inputs.rows, inputs.pages, scored,
-            ints, ints + 4 * inputs.nodes, ints + 8 * inputs.nodes,
-            inputs.words.buffer_info()[0], inputs.causal.buffer_info()[0],
-            at, at + 8 * inputs.rows + 4 + 4 * scored, at + 4 * inputs.rows + 4, at + 8 * inputs.rows + 4,
-        )  # fmt: skip
+        scored, step = inputs.scored, packed_step(inputs)
         if features is not None:
             step.features = self._features_of(features, inputs.nodes)
         if self._scratch.shape[0] < scored:

@@ -181,6 +181,17 @@ void fs_rms_norm(const void* isa, const float* x, const float* residual, const f
     static_cast<const Ops*>(isa)->rms_norm(x, residual, weight, rows, n, eps, out, residual_out);
 }
 
+// 1 when no value is NaN or infinite.
+int32_t fs_all_finite(const float* values, int64_t n) {
+    uint32_t broken = 0;
+    for (int64_t i = 0; i < n; ++i) {
+        uint32_t bits;
+        std::memcpy(&bits, values + i, 4);
+        broken |= (bits & 0x7f800000u) == 0x7f800000u;
+    }
+    return broken == 0;
+}
+
 void fs_rope(const void* isa, const float* x, const int32_t* positions, const float* cos, const float* sin, int rows, int heads, int d, float* out) {
     static_cast<const Ops*>(isa)->rope(x, positions, cos, sin, rows, heads, d, out);
 }

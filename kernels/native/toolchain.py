@@ -70,6 +70,7 @@ def units() -> list[Unit]:
         Unit("kernels/native/entry.cpp", "entry", ("-O2", *have)),
         Unit("kernels/native/pack.cpp", "pack", ("-O3",)),
         Unit("kernels/native/team.cpp", "team", ("-O2",)),
+        Unit("kernels/suffix_index/native.cpp", "suffix_index", ("-O2",)),
         Unit("kernels/native/isa.cpp", "isa_portable", ("-O2", "-DFS_ISA=portable", *portable)),
         *isa,
     ]

@@ -52,6 +52,9 @@ class Recorder:
     def rests(self, views: Sequence[SequenceView]) -> bool:
         return False
 
+    def passed(self, steps: int, sequences: int, load: Load, target_ms: float, total_ms: float) -> None:
+        """Does not happen: no step rests, and its drafters always hope."""
+
     def budgets(self, views: Sequence[SequenceView], limits: Sequence[Limit], load: Load) -> list[Budget]:
         self._at += 1
         self._depths = {}

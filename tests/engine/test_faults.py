@@ -173,6 +173,8 @@ class Overdone(KeepAll):
         super().__init__()
         self.fault = fault
 
+    def passed(self, steps: int, sequences: int, load: Load, target_ms: float, total_ms: float) -> None: ...
+
     def rests(self, views: Sequence[SequenceView]) -> bool:
         if self.fault == "rests raises":
             raise RuntimeError("no rest")

@@ -13,10 +13,10 @@ from engine_kit import ScriptDrafter, greedy_request, make_engine, prompts_of, q
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.batch import StepInputs
+from kernels.batch import PackedInputs, StepInputs
 from spec import plan as plan_module
 from spec.engine import Engine
-from spec.inputs import build_inputs
+from spec.inputs import build_inputs, pack_inputs
 from spec.plan import PlanRow, StepPlan
 from spec.tree import EMPTY_TREE, ROOT, DraftTree
 
@@ -94,11 +94,12 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[StepInputs]:
     """Every StepInputs an engine builds."""
     seen: list[StepInputs] = []
 
-    def watching(*arguments: object) -> StepInputs:
-        seen.append(build_inputs(*arguments))  # type: ignore[arg-type]
-        return seen[-1]
+    def watching(*arguments: object) -> PackedInputs:
+        packed = pack_inputs(*arguments)  # type: ignore[arg-type]
+        seen.append(packed.tensors(CPU))
+        return packed
 
-    monkeypatch.setattr("spec.step.build_inputs", watching)
+    monkeypatch.setattr("spec.step.pack_inputs", watching)
     return seen
 
 

@@ -196,6 +196,8 @@ class KeepAll:
             )
         return trees
 
+    def passed(self, steps: int, sequences: int, load: Load, target_ms: float, total_ms: float) -> None: ...
+
     def rests(self, views: Sequence[SequenceView]) -> bool:
         return False
 
