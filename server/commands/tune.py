@@ -26,7 +26,7 @@ from server.tuning.config_file import config_text
 from server.tuning.plot import by_load_svg, by_load_text
 from server.tuning.predict import Choice
 from server.tuning.search import LoadPoint, Ranked, by_load, finalists, search, stops_paying, verdict
-from server.tuning.session import Session, group_size, known_calibration
+from server.tuning.session import Effort, Session, group_size, known_calibration
 from spec.errors import ConfigError
 
 GOAL = 5.0  # percent of mean error between predicted and measured
@@ -76,7 +76,7 @@ def run(
     parts = load_parts(msgspec.structs.replace(settings, tree_shape=""))
     drafters = _candidates(settings, parts.model.name)
     requests = requests_of(parts, chosen, max_tokens, temperature, 0 if seed is None else seed)
-    session = Session(parts, requests, loads, drafters, known_calibration(parts))
+    session = Session(parts, requests, loads, drafters, known_calibration(parts), Effort.within(minutes))
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task("starting", total=None)
@@ -108,9 +108,7 @@ def run(
                 again = workload.predict(entry.choice, load, group_size(load))
                 lengths = (again.acceptance_length, found.acceptance_lengths[i])
                 promised, measured = again.tokens_per_second, found.rates[i]
-                confirmed.append(
-                    Confirmed(entry.choice, load, promised, promised * measured / found.even_rates[i], measured, lengths)
-                )
+                confirmed.append(Confirmed(entry.choice, load, promised, promised * found.speed, measured, lengths))
         winner = choose(rivals, confirmed, loads)
         drafting = winner if winner.choice.drafters else next(r for r in ranked if r.choice.drafters)
         note("predicting loads")
@@ -206,7 +204,8 @@ def name_of(choice: Choice) -> str:
     """One configuration in a few words."""
     if not choice.drafters:
         return "plain"
-    return f"{','.join(choice.drafters)} {choice.tree_shape or f'up to {choice.max_tree_nodes} nodes'}"
+    said = f" of {choice.draft_vocabulary} tokens" if choice.draft_vocabulary else ""
+    return f"{','.join(choice.drafters)}{said} {choice.tree_shape or f'up to {choice.max_tree_nodes} nodes'}"
 
 
 def show(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -151,6 +151,28 @@ def _line(values: Mapping[int, list[float]]) -> Curve:
 def draft_costs(samples: Sequence[DraftSample]) -> dict[str, DraftCost]:
     """By drafter, from steps whose depth was limited in turn."""
     return {name: _draft_cost(name, samples) for name in sorted({name for sample in samples for name in sample.ms})}
+
+
+def cut_factors(
+    whole: Sequence[DraftSample], cut: Mapping[int, Sequence[DraftSample]], names: Collection[str]
+) -> dict[tuple[str, int], float]:
+    """What drafting takes with a shorter list of tokens over what it takes with the whole one, by drafter and size: the middle over
+    the depths that both were seen at, one sequence at a time; never more than 1."""
+
+    def by_depth(name: str, samples: Sequence[DraftSample]) -> dict[int, float]:
+        taken: dict[int, list[float]] = {}
+        for sample in samples:
+            if name in sample.ms and sample.sequences == 1 and sample.depths[name]:
+                taken.setdefault(sample.depths[name], []).append(sample.ms[name])
+        return {depth: middle(values) for depth, values in taken.items() if len(values) >= 3}
+
+    found: dict[tuple[str, int], float] = {}
+    for name in names:
+        usual = by_depth(name, whole)
+        for size, samples in cut.items():
+            ratios = [ms / usual[depth] for depth, ms in by_depth(name, samples).items() if usual.get(depth)]
+            found[name, size] = min(1.0, statistics.median(ratios)) if ratios else 1.0
+    return found
 
 
 def _draft_cost(name: str, samples: Sequence[DraftSample]) -> DraftCost:
