@@ -16,10 +16,11 @@ from server.local import run_requests
 from server.settings import Settings, load_settings
 from server.tuning.measure import cut_factors
 from server.tuning.predict import Choice
-from server.tuning.record import DraftSample
+from server.tuning.record import DraftSample, StepCost
 from server.tuning.search import Workload, choices, finalists, search, vocabularies
 from server.tuning.session import paired
 from server.tuning.traces import Curve, DraftCost, Machine, StepCurves, Trace, cut
+from server.tuning.turns import Turn, with_steps
 from spec.calibration import Calibration
 from spec.cost_table import CostTable
 from spec.errors import ConfigError
@@ -51,10 +52,12 @@ def heads_file(path: Path, hidden: int) -> Path:
 def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
     folder = tmp_path_factory.mktemp("model")
     model = str(write_rand_checkpoint(folder / "rand"))
-    plain = Settings(model=model, backend="reference", kv_memory=8 << 20, cache_dir=str(folder / "cache"), drafters="none")
+    plain = Settings(
+        model=model, backend="reference", threads=1, kv_memory=8 << 20, cache_dir=str(folder / "cache"), drafters="none"
+    )
     heads = heads_file(folder / "heads.safetensors", load_parts(plain).model.shape.hidden)
     return Settings(
-        model=model, backend="reference", kv_memory=8 << 20, cache_dir=str(folder / "cache"),
+        model=model, backend="reference", threads=1, kv_memory=8 << 20, cache_dir=str(folder / "cache"),
         drafters=f"heads:{heads}", tree_shape="wide:3",
     )  # fmt: skip
 
@@ -62,8 +65,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
 def answers(settings: Settings, vocabulary: int) -> tuple[list[list[int]], int]:
     parts = load_parts(msgspec.structs.replace(settings, draft_vocabulary=vocabulary))
     asked = [
-        Request(id=i, prompt_ids=(3 + i, 9, 40), sampling=SamplingParams(max_tokens=8, temperature=0.7, seed=i))
-        for i in (0, 1)
+        Request(id=i, prompt_ids=(3 + i, 9, 40), sampling=SamplingParams(max_tokens=8, temperature=0.7, seed=i)) for i in (0, 1)
     ]
     done = run_requests(make_engine(parts), asked)
     return [c.token_ids for c in done], sum(c.drafted for c in done)
@@ -152,3 +154,30 @@ def test_confirmed_times_are_measured_by_the_first_choice_s_clock() -> None:
     slower = [[2.0, 2.2, 2.0], [6.0, 12.0, 12.0]]
     assert paired(plain, plain) == pytest.approx(1.1 + 6.0)
     assert paired(slower, plain) == pytest.approx(2.0 * (1.1 + 6.0))
+
+
+def test_steps_with_drafters_never_take_less_than_plain_ones() -> None:
+    plain = StepCurves(Curve(((1.0, 0.5), (2.0, 0.6))), Curve(((1.0, 1.0), (4.0, 2.0)), goes_on=False))
+    found = StepCurves(Curve(((1.0, 0.2), (2.0, 0.9))), Curve(((1.0, 1.5),), goes_on=False)).at_least(plain)
+    assert [found.overhead.at(n) for n in (1, 2)] == [0.5, 0.9]
+    assert [found.cold.at(n) for n in (1, 4, 8)] == [1.5, 2.0, 2.0]
+
+
+def test_every_turn_counts_at_the_pace_of_its_plain_steps() -> None:
+    """The second turn ran on a machine half as fast: what drafting costs over plain decoding is the same in both."""
+
+    def turn(slowness: float) -> Turn:
+        def cost(ms: float, nodes: int, asked: bool) -> StepCost:
+            return StepCost(1, nodes, ms * slowness / 1e3, 0.0, 0.1 * ms * slowness / 1e3, asked)
+
+        return Turn(1, [cost(4.0, 0, False)] * 30, [cost(6.0, 2, True)] * 30 + [cost(5.0, 0, False)] * 30)
+
+    table = CostTable()
+    level = StepCurves(Curve(((1.0, 0.0),)))
+    machine = with_steps(Machine(table, Curve(((1.0, 1.0),)), level, level), [turn(1.0), turn(2.0), turn(1.0)], 0.0, set())
+    assert machine.resting is not None
+    once, three = table.pass_ms(1, 0, 1), table.pass_ms(3, 0, 1)
+    assert machine.plain.cold.at(1) * once == pytest.approx(4.0)
+    assert machine.resting.cold.at(1) * once == pytest.approx(5.0)
+    assert machine.drafting.cold.at(1) * three == pytest.approx(6.0)
+    assert machine.drafting.overhead.at(1) == pytest.approx(0.6)

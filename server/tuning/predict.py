@@ -156,7 +156,7 @@ class _Run:
         curves = self.curves(any(trees))
         target = self.factor * curves.cold.at(count)
         target *= machine.pass_ms(rows, context, max(1, len(decoding)), prompt_tokens, prompt_context)
-        total = target + draft_ms + curves.overhead.at(count)
+        total = target + draft_ms + curves.overhead.at(count) + (machine.asking_ms if each and not any(trees) else 0.0)
         result.total_ms += total
         result.pass_ms += target
         result.draft_ms += draft_ms

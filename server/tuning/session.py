@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -18,21 +18,12 @@ from server.compose import Parts, default_speculator, draft_vocabularies, make_e
 from server.local import run_requests
 from server.settings import Settings
 from server.speculation import KeptSpeculator
-from server.tuning.measure import (
-    Sample,
-    chunk_curve,
-    cut_factors,
-    decode_table,
-    draft_costs,
-    page_factors,
-    probe_ms,
-    step_curves,
-    target_of,
-)
+from server.tuning.measure import chunk_curve, decode_table, page_factors
 from server.tuning.predict import Choice
-from server.tuning.record import DraftSample, Recorder, metered, seconds_of
+from server.tuning.record import DraftSample, Recorder, Watched, metered, seconds_of
 from server.tuning.search import CHUNKS, PAGES, Workload, vocabularies
-from server.tuning.traces import Machine, Trace
+from server.tuning.traces import Curve, Machine, StepCurves, Trace
+from server.tuning.turns import Turn, with_steps
 from spec.budget import PriceSpeculator
 from spec.calibration import Calibration
 from spec.config import EngineConfig
@@ -46,7 +37,6 @@ from spec.target import TargetModel
 
 CAPS = (1, 2, 3, 4, 6, 10, 16)  # depths in turn, for the cost of drafting
 CHUNK_SIZES = (8, 16, 32, *CHUNKS)
-ENOUGH = 20  # steps of a kind that its cost is made of
 SAMPLE_TOKENS = 32  # longest answer of the runs that tell costs
 SAMPLE_PROMPTS = 4  # of each such run, or as many as there are places
 
@@ -58,7 +48,6 @@ class Confirmation:
     """Figures of each choice."""
 
     rates: list[float]  # tokens a second, by the first choice's clock: see `paired`
-    speed: float  # how fast the machine was meanwhile, over when the tables were made
     acceptance_lengths: list[float]
     repeats: int  # that were made
 
@@ -70,13 +59,13 @@ class Effort:
     table_seconds: float = 4.0
     chunk_repeats: int = 9
     page_repeats: int = 15
-    rounds: int = 3  # of runs that tell what steps and drafters cost, so that one slow second does not count
+    rounds: int = 5  # of runs that tell what steps and drafters cost, so that one slow second does not count
 
     @staticmethod
     def within(minutes: float) -> Effort:
         """Less of everything where there are less than four minutes for the whole of tuning."""
         share = min(1.0, max(0.05, minutes / 4.0))
-        return Effort(4.0 * share, max(3, round(9 * share)), max(3, round(15 * share)), max(1, round(3 * share)))
+        return Effort(4.0 * share, max(3, round(9 * share)), max(3, round(15 * share)), max(1, round(5 * share)))
 
 
 @dataclass(slots=True)
@@ -123,47 +112,29 @@ class Session:
         note("timing page sizes")
         contexts = [step.load.context for step in recorder.steps] or [1]
         pages = page_factors(self.parts, PAGES, int(statistics.median(contexts)), self.effort.page_repeats)
-        target, config = target_of(self.parts, self.parts.settings.page_size)
-        once = decode.pass_ms(1, 0, 1)
-
-        def sampled(engine: Engine, requests: Sequence[Request], load: int) -> Sample:
-            before = probe_ms(target, config)
-            costs = metered(engine, self._fresh(requests), load).costs
-            return Sample(costs, 2.0 * once / (before + probe_ms(target, config)))
-
-        plain: list[Sample] = []
-        drafting: list[Sample] = []
-        drafts: list[DraftSample] = []
-
-        def drafted(requests: Sequence[Request], load: int, vocabulary: int = 0) -> list[DraftSample]:
-            capped = Recorder(self.calibration, CAPS)
-            speed = sampled(self._recording(capped, vocabulary), requests, load).speed
-            return [replace(s, ms={name: ms * speed for name, ms in s.ms.items()}) for s in capped.samples]
-
         sizes = vocabularies(self.says)
-        cut: dict[int, list[DraftSample]] = {size: [] for size in sizes}
-        for load in sorted({1, *self.loads}):
-            few = self._sample(load)
-            engines = make_engine(self.parts, "none"), self._engine(self._default())
-            for turn in range(self.effort.rounds):
-                note(f"timing steps, {load} at once, {turn + 1} of {self.effort.rounds}")
-                plain.append(sampled(engines[0], few, load))
-                drafting.append(sampled(engines[1], few, load))
-                drafts += drafted(few, load)
+        turns = []
+        for number in range(self.effort.rounds):
+            for load in sorted({1, *self.loads}):
+                note(f"timing steps, {load} at once, {number + 1} of {self.effort.rounds}")
+                few = self._sample(load)
+                turns.append(turn := Turn(load))
+                turn.plain += metered(make_engine(self.parts, "none"), self._fresh(few), load).costs
+                engine, watched = self._watched()
+                turn.drafting += metered(engine, self._fresh(few), load, watched=watched).costs
+                turn.drafts += self._drafted(few, load)
                 for size in sizes if load == 1 else ():
-                    cut[size] += drafted(few, load, size)
+                    turn.cut[size] = self._drafted(few[:2], load, size)
         context = statistics.mean(len(r.prompt_ids) + min(SAMPLE_TOKENS, r.sampling.max_tokens) / 2 for r in self.requests)
-        return Machine(
-            decode=decode,
-            chunk=chunk,
-            chunk_per_key=per_key,
-            plain=step_curves(plain, decode, context),
-            drafting=step_curves(_only(drafting, True), decode, context),
-            resting=step_curves(_only(drafting, False), decode, context),
-            drafts=draft_costs(drafts),
-            pages=pages,
-            cuts=cut_factors(drafts, cut, set(self.says)),
-        )
+        level = StepCurves(Curve(((1.0, 0.0),)))
+        machine = Machine(decode, chunk, level, level, pages=pages, chunk_per_key=per_key)
+        return with_steps(machine, turns, context, set(self.says))
+
+    def _drafted(self, requests: Sequence[Request], load: int, vocabulary: int = 0) -> list[DraftSample]:
+        """What drafting to every depth takes."""
+        capped = Recorder(self.calibration, CAPS)
+        metered(self._recording(capped, vocabulary), self._fresh(requests), load)
+        return capped.samples
 
     def workload(self, traces: Sequence[Trace], machine: Machine) -> Workload:
         temperature = self.requests[0].sampling.temperature
@@ -176,27 +147,22 @@ class Session:
         choices: Sequence[Choice],
         load: int,
         repeats: int,
-        once_ms: float,
         note: Note,
         time_is_up: Callable[[], bool] = lambda: False,
     ) -> Confirmation:
         """All choices side by side: group after group of requests through every engine, in another order every time.
 
         The first choice is the clock of the others: what counts of one is its time over the first one's on the same requests a moment
-        before or after, the middle of the repeats, so that neither a stall nor a slow minute of the machine moves anything. `once_ms`: a
-        pass over one row when the tables were made; probes between the runs tell how fast the machine is now. When time is up no further
-        repeat is begun, but one is always made.
+        before or after, the middle of the repeats, so that neither a stall nor a slow minute of the machine moves anything. When time is up
+        no further repeat is begun, but one is always made.
         """
         engines = [self._engine(self.settings(choice)) for choice in choices]
-        probe, config = target_of(self.parts, self.parts.settings.page_size)
         for engine in engines:
             run_requests(engine, self._fresh(self._sample(1)[:1]), 1)  # warms up
         size = group_size(load)
         starts = range(0, len(self.requests), size)
         raw: list[list[list[float]]] = [[[] for _ in starts] for _ in choices]
-        speeds: list[float] = []
         tokens, steps = [0] * len(choices), [[0, 0] for _ in choices]
-        before = probe_ms(probe, config)
         made = 0
         for repeat in range(repeats + 1):  # the first time is for learning
             if made and time_is_up():
@@ -207,20 +173,15 @@ class Session:
                 for offset in range(len(choices)):
                     at = (offset + turn + repeat) % len(choices)
                     answers = run_requests(engines[at], fresh[start : start + size], load)
-                    after = probe_ms(probe, config)
-                    seconds, speed = seconds_of(answers), 2.0 * once_ms / (before + after)
-                    before = after
                     if repeat == 0:
                         tokens[at] += sum(len(c.token_ids) for c in answers)
                         continue
-                    raw[at][turn].append(seconds)
-                    speeds.append(speed)
+                    raw[at][turn].append(seconds_of(answers))
                     steps[at][0] += sum(max(0, len(c.step_sizes) - 1) for c in answers)
                     steps[at][1] += sum(sum(c.step_sizes[1:]) for c in answers)
             made = repeat
         return Confirmation(
             rates=[count / paired(each, raw[0]) for count, each in zip(tokens, raw, strict=True)],
-            speed=statistics.median(speeds),
             acceptance_lengths=[brought / max(1, passes) for passes, brought in steps],
             repeats=made,
         )
@@ -247,15 +208,25 @@ class Session:
     def _default(self) -> Settings:
         return msgspec.structs.replace(self.parts.settings, drafters=self.drafters, tree_shape="", draft_vocabulary=0)
 
-    def _engine(self, settings: Settings) -> Engine:
+    def _watched(self) -> tuple[Engine, Watched]:
+        """The engine with all drafters, and its speculator."""
+        made: list[Watched] = []
+
+        def wrap(speculator: Speculator) -> Speculator:
+            made.append(Watched(speculator))
+            return made[0]
+
+        return self._engine(self._default(), wrap), made[0]
+
+    def _engine(self, settings: Settings, wrap: Callable[[Speculator], Speculator] = lambda speculator: speculator) -> Engine:
         """As `serve` makes it, but for the costs, which were measured once for all, and the kept calibration, which stays as it is."""
 
         def speculator(parts: Parts, config: EngineConfig, target: TargetModel, drafters: Sequence[Drafter]) -> Speculator:
             if settings.tree_shape or self._decode is None:
-                return default_speculator(parts, config, target, drafters)
+                return wrap(default_speculator(parts, config, target, drafters))
             calibration = Calibration()
             calibration.restore(self.calibration.dump())
-            return PriceSpeculator(calibration, copy.deepcopy(self._decode), vocab_size=target.vocab_size)
+            return wrap(PriceSpeculator(calibration, copy.deepcopy(self._decode), vocab_size=target.vocab_size))
 
         return make_engine(dataclasses.replace(self.parts, settings=settings), speculator=speculator)
 
@@ -281,12 +252,6 @@ class Session:
             msgspec.structs.replace(request, id=(run + 1) * 10**6 + i, tenant=f"tune {run}")
             for i, request in enumerate(requests)
         ]
-
-
-def _only(samples: Sequence[Sample], drafted: bool) -> list[Sample]:
-    """The steps with (without) a tree to verify; all of them where there are hardly any."""
-    found = [replace(s, costs=[c for c in s.costs if (c.nodes > 0) == drafted]) for s in samples]
-    return found if sum(len(s.costs) for s in found) >= ENOUGH else list(samples)
 
 
 def group_size(load: int) -> int:

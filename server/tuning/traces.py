@@ -67,6 +67,15 @@ class StepCurves:
     overhead: Curve
     cold: Curve = Curve(((1.0, 1.0),))
 
+    def at_least(self, least: StepCurves) -> StepCurves:
+        """Nowhere below the others: a step that does more does not take less, whatever was measured."""
+        return StepCurves(_higher(self.overhead, least.overhead), _higher(self.cold, least.cold))
+
+
+def _higher(a: Curve, b: Curve) -> Curve:
+    at = sorted({x for x, _ in (*a.points, *b.points)})
+    return Curve(tuple((x, max(a.at(x), b.at(x))) for x in at), a.goes_on)
+
 
 @dataclass(frozen=True, slots=True)
 class Machine:
@@ -74,7 +83,7 @@ class Machine:
 
     `decode`: T(rows, context, sequences) of scored rows. `chunk`: a pass over so many prompt tokens, of which the last is scored.
     `chunk_per_key`: what a committed key adds to a prompt token. `plain`: steps of an engine without drafters; `drafting` and `resting`: of one with them, with and
-    without a tree to verify (None: as plain).
+    without a tree to verify (None: as plain), and `asking_ms` what a step without one costs more when drafters were asked.
     `pages`: the factor on passes by page size. `cuts`: the factor on a drafter's milliseconds when it may say so many tokens only.
     """
 
@@ -87,6 +96,7 @@ class Machine:
     chunk_per_key: float = 0.0
     cuts: Mapping[tuple[str, int], float] = field(default_factory=dict)
     resting: StepCurves | None = None
+    asking_ms: float = 0.0
 
     def cut(self, vocabulary: int) -> Machine:
         """With drafters that may say so many tokens; those without a list of their own cost what they cost."""
