@@ -3,7 +3,7 @@
     python -m bench.ops [--threads N] [--isa NAME] [--quick]
 
 The decoder has SmolLM2-135M's shape with random 4-bit weights, an 8-bit vocabulary, and the activation bits that loaded models
-get (8 for gate and up, 16 for the rest; `--activations 8` for 8 everywhere). Limits are measured first and again
+get (8 for gate and up, 16 for the vocabulary, 12 for the rest; `--activations 8` for 8 everywhere). Limits are measured first and again
 beside every step: bytes per second streamed from a buffer as large as the weights, and multiply-adds per second from registers.
 Prints tables for people and, last, one JSON line.
 """
@@ -91,7 +91,7 @@ def random_blocks(out: int, into: int, bits: int, seed: int, activation_bits: in
     return BlockWeight(bits, codes, scale, minimum.half() if bits == 4 else minimum, activation_bits=activation_bits)
 
 
-def random_weights(shape: DecoderShape, fine: int = 16) -> DecoderWeights:
+def random_weights(shape: DecoderShape, fine: int = 12) -> DecoderWeights:
     q_width, kv_width = shape.q_heads * shape.head_dim, shape.kv_heads * shape.head_dim
 
     def layer(i: int) -> LayerWeights:
@@ -107,7 +107,7 @@ def random_weights(shape: DecoderShape, fine: int = 16) -> DecoderWeights:
             down=random_blocks(shape.hidden, shape.intermediate, 4, 7 * i + 6, fine),
         )
 
-    head = random_blocks(shape.vocab_size, shape.hidden, 8, 999, fine)
+    head = random_blocks(shape.vocab_size, shape.hidden, 8, 999, 8 if fine == 8 else 16)
     angles = torch.arange(shape.max_position).unsqueeze(1) * 10_000.0 ** (-torch.arange(0, shape.head_dim, 2) / shape.head_dim)
     layers = tuple(layer(i) for i in range(shape.layers))
     return DecoderWeights(head, layers, torch.ones(shape.hidden), head, angles.cos().float(), angles.sin().float())
@@ -281,7 +281,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--isa", help="an instruction set by name; the best one by default")
     parser.add_argument("--kv", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--activations", type=int, choices=(8, 16), default=16)
+    parser.add_argument("--activations", type=int, choices=(8, 12, 16), default=12)
     parser.add_argument("--quick", action="store_true", help="fewer row counts and contexts")
     parser.add_argument("--runs", type=int, default=9)
     options = parser.parse_args()

@@ -75,10 +75,12 @@ class HeadsDrafter:
         make_linear: LinearMaker | None = None,
         device: str = "cpu",
         top: TopShares = top_shares,
+        vocabulary: int = 0,
     ) -> HeadsDrafter:
-        """Heads from a file for this target. Raises ModelFileError. `make_linear` None: the native 8-bit product where it runs."""
+        """Heads from a file for this target. Raises ModelFileError. `make_linear` None: the native 8-bit product where it runs.
+        `vocabulary`: most tokens they may say, 0 = all of the file."""
         maker = make_linear or (native_linear() if device == "cpu" else torch_linear)
-        return cls(load_heads(TensorFile.open(path, device), target, make_linear=maker), top=top)
+        return cls(load_heads(TensorFile.open(path, device).saying(vocabulary), target, make_linear=maker), top=top)
 
     # --- the protocol -------------------------------------------------------------------------------------------------
 

@@ -55,6 +55,7 @@ class Target:
     top: TopShares = top_shares
     suffix: SuffixOps = suffix_reference
     device: str = "cpu"
+    vocabulary: int = 0  # most tokens that a trained drafter with a list of its own may say, 0 = all of the list
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +133,17 @@ def parse(text: str, target_name: str) -> list[tuple[str, Path | None]]:
     return pairs
 
 
+def said_by(text: str, target_name: str) -> dict[str, tuple[int, ...]]:
+    """The tokens that each named drafter can say, rising, of those that have a list of their own. Raises as `parse`."""
+    found: dict[str, tuple[int, ...]] = {}
+    for kind, path in parse(text, target_name):
+        if path is not None and path.suffix == ".safetensors" and path.is_file():
+            ids = TensorFile.open(path).tensors.get("token_ids")
+            if ids is not None:
+                found[kind] = tuple(sorted(ids.tolist()))
+    return found
+
+
 def plan(text: str, target: Target) -> DrafterPlan:
     """Load what the named drafters need. Raises ConfigError or ModelFileError; nothing is allocated yet."""
     return DrafterPlan(tuple(_KINDS[kind](path, target) for kind, path in parse(text, target.name)))
@@ -154,12 +166,12 @@ def _suffix(path: Path | None, target: Target) -> _Entry:
 
 
 def _heads(path: Path | None, target: Target) -> _Entry:
-    file = TensorFile.open(_needed("heads", path), target.device)
+    file = TensorFile.open(_needed("heads", path), target.device).saying(target.vocabulary)
     if file.format == HEADS_FORMAT:
         return _layers("heads", load_attention_head(file, target), target, lambda: _states(target))
     if is_eagle(file):
         return _layers("heads", load_eagle(file, target), target, lambda: _states(target))
-    drafter = HeadsDrafter.load(file.path, target, device=target.device, top=target.top)
+    drafter = HeadsDrafter.load(file.path, target, device=target.device, top=target.top, vocabulary=target.vocabulary)
     return _Entry(lambda place: drafter)
 
 
@@ -170,7 +182,9 @@ def _model(path: Path | None, target: Target) -> _Entry:
 def _student(path: Path | None, target: Target) -> _Entry:
     path = _needed("student", path)
     if path.suffix == ".safetensors" and path.is_file():
-        return _layers("student", load_student(TensorFile.open(path, target.device), target), target, TokensOnly)
+        return _layers(
+            "student", load_student(TensorFile.open(path, target.device).saying(target.vocabulary), target), target, TokensOnly
+        )
     return _decoder("student", target.make_decoder(target.load(path)), None, target, TokensOnly)
 
 

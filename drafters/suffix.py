@@ -29,6 +29,7 @@ _SCORES = (*_BASE, *[_SURE] * (LONGEST + 1 - len(_BASE)))
 _ELSEWHERE = 0.5  # what an occurrence in another text weighs
 _CHILDREN = 4  # branches of one node at most
 _LOOK_ANEW = 64  # steps for which a floor holds at most
+_FLOOR_HOLDS = 6  # steps for which it is not worked out again
 
 Branch = tuple[list[int], int, int, float]  # tokens of a text, next position in it, match length, weight
 
@@ -112,7 +113,7 @@ class SuffixDrafter:
                 tracked.size, tracked.left = size, _LOOK_ANEW
                 floor = tracked.floor = self._usual.get(size, _ANYTHING)
             elif tracked.left < 0:
-                floor, tracked.left = _ANYTHING, _LOOK_ANEW
+                floor, tracked.left = _ANYTHING, _LOOK_ANEW - _FLOOR_HOLDS
             if texts is None:
                 rows.append((index, fresh, None, None, floor.shortest, floor.least))
             else:
@@ -122,6 +123,8 @@ class SuffixDrafter:
     def propose(self, views: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[Proposal]:
         for view, budget in zip(views, budgets, strict=True):
             tracked = self._track(view)
+            if tracked.floor is not _ANYTHING and tracked.left > _LOOK_ANEW - _FLOOR_HOLDS:
+                continue
             tracked.left = _LOOK_ANEW
             tracked.floor = self._usual[tracked.size] = _floor(self.name, budget)
         return [self._draft(view, budget) for view, budget in zip(views, budgets, strict=True)]

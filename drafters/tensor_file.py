@@ -4,7 +4,7 @@ Knows the container; refuses to know what the tensors mean.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -29,6 +29,21 @@ class TensorFile:
                 return TensorFile(path, dict(file.metadata() or {}), {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise ModelFileError(f"{path}: not a readable safetensors file: {error}") from error
+
+    def saying(self, most: int) -> TensorFile:
+        """The file cut to `most` of the tokens it can say (`token_ids`, and `output` by rows); 0, or a file without such a list: as it is.
+
+        Those with the lowest ids stay, in their order: byte-pair vocabularies are numbered in the order in which their tokens were
+        made, the frequent ones first. What such a drafter cannot say it cannot propose; the answer is the same.
+        """
+        ids, output = self.tensors.get("token_ids"), self.tensors.get("output")
+        if most < 1 or ids is None or ids.dim() != 1 or ids.numel() <= most:
+            return self
+        kept = ids.argsort()[:most].sort().values
+        changed = {"token_ids": ids[kept]}
+        if output is not None and output.dim() == 2 and output.shape[0] == ids.numel():
+            changed["output"] = output[kept]
+        return replace(self, tensors=self.tensors | changed)
 
     @property
     def format(self) -> str:

@@ -304,12 +304,18 @@ def _drafting_target(parts: Parts) -> registry.Target:
         top=parts.backend.top,
         suffix=parts.backend.suffix,
         device=parts.settings.device,
+        vocabulary=parts.settings.draft_vocabulary,
     )
 
 
 def shipped_drafters(model_name: str) -> list[str]:
     """Kinds of trained drafters that ship for a model."""
     return [kind for kind in ("heads", "student") if registry.shipped(model_name, kind) is not None]
+
+
+def draft_vocabularies(parts: Parts, drafters: str) -> dict[str, tuple[int, ...]]:
+    """The tokens that each of these drafters can say, rising, of those that have a list of their own."""
+    return registry.said_by(drafters, parts.model.name)
 
 
 def default_speculator(parts: Parts, config: EngineConfig, target: TargetModel, drafters: Sequence[Drafter]) -> Speculator:

@@ -53,6 +53,7 @@ _FLAGS: dict[str, Any] = {
     "seed": _flag(int, "where the seeds of unseeded requests are drawn from"),
     "drafters": _flag(str, "auto, none, or a comma list of suffix, heads[:PATH], model:PATH, student[:PATH]"),
     "max_tree_nodes": _flag(int, "most drafted nodes a sequence may verify in a step"),
+    "draft_vocabulary": _flag(int, "most tokens that heads and students may say, 0 = all that their file has"),
     "tree_shape": _flag(str, "a fixed draft tree such as chain:4 or 4x2 instead of the price rule"),
     "cache_dir": _flag(str, "weights, tokenizers and packed matrices; ~/.cache/forespeak when left out"),
 }
@@ -64,7 +65,8 @@ CONFIG = Annotated[
 # What every command that runs an engine takes, and what only a server does.
 ENGINE = (
     "model", "device", "backend", "weights", "quantise", "threads", "kv_memory", "kv_type", "gpu_memory", "deterministic",
-    "context", "page_size", "chunk_tokens", "drafters", "max_tree_nodes", "tree_shape", "cache_dir",
+    "context", "page_size", "chunk_tokens", "drafters", "max_tree_nodes", "draft_vocabulary", "tree_shape",
+    "cache_dir",
 )  # fmt: skip
 SERVER = (
     "host", "port", "api_key_file", "allowed_origins", "drain_seconds", "metrics_prefix", "log_json", "log_prompts",

@@ -162,6 +162,7 @@ class Generation:
         self.finish_reason: FinishReason | None = None
         self.stop_token: int | None = None
         self.error: ApiError | None = None
+        self.prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the prompt tokens 1, 2, ..., there once it has started
         self.token_gap = 0.0  # seconds between the last two events that brought tokens
         constrained = request.sampling.grammar is not None
         self._text = ChannelText.of(text, request.prompt_ids, constrained=constrained)
@@ -193,6 +194,7 @@ class Generation:
             return
         if event.started and not self.started:
             self.started = True
+            self.prompt_logprobs = event.prompt_logprobs
             self.figures.cached_tokens, self.figures.queue_seconds = event.cached_tokens, event.queue_seconds
         now = time.perf_counter()
         before = self.figures.last_token

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from kernels.decoder import DecoderShape
 from kernels.tree_attention.ordered import parts_of
 from spec.errors import ConfigError
+from spec.prompt_scores import SCORED_TOKENS
 
 FLOAT = 4  # bytes; the residual stream and every activation are float32
 SLACK = 1.25  # allocator rounding and short-lived copies
@@ -29,9 +30,9 @@ class LargestStep:
 
 
 def largest_step(chunk_tokens: int, max_sequences: int, max_tree_nodes: int) -> LargestStep:
-    """Every sequence with a full tree, and a prefill chunk beside them."""
+    """Every sequence with a full tree, and a prefill chunk beside them of which as many tokens are scored as may be."""
     trees = max_sequences * (max_tree_nodes + 1)
-    return LargestStep(chunk_tokens + trees, trees + 1)
+    return LargestStep(chunk_tokens + trees, trees + min(chunk_tokens, SCORED_TOKENS))
 
 
 def step_bytes(shape: DecoderShape, step: LargestStep, deterministic: bool = False) -> int:

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions, /v1/completions, /tokenize and GET /v1/models in OpenAI's shapes. Knows JSON bodies and chunks;
+"""POST /v1/chat/completions, /v1/completions, /tokenize, /detokenize and GET /v1/models, /tokenizer_info in OpenAI's shapes. Knows JSON bodies and chunks;
 refuses to know engines and how text is made.
 
 Streamed and unstreamed answers come from the same generations and the same builders, so their text, usage and finish_reason
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -22,12 +22,16 @@ from server.generation import Generation, Piece
 from server.httpio import DONE_EVENT, EventStream, Gone, json_response, read_body, sse_event, unless_gone
 from server.messages import plain_messages
 from server.openai_shapes import ChatShape, CompletionShape, Shape
-from server.openai_types import ChatRequest, CompletionRequest, TokenizeRequest
+from server.openai_types import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from server.service import Caller, Prepared, Service
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _chat = TypedDecoder[ChatRequest](ChatRequest)
 _completion = TypedDecoder[CompletionRequest](CompletionRequest)
 _tokenize = TypedDecoder[TokenizeRequest](TokenizeRequest)
+_detokenize = TypedDecoder[DetokenizeRequest](DetokenizeRequest)
 
 
 @dataclass(slots=True)
@@ -80,12 +84,19 @@ def begin(service: Service, prepared: Sequence[Prepared]) -> Answer:
     return answer
 
 
+async def _aside(generations: Sequence[Generation], build: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """`build(...)`, beside the event loop where there are log probabilities of whole prompts to word: other streams go on."""
+    if any(generation.prompt_logprobs for generation in generations):
+        return await asyncio.to_thread(build, *args, **kwargs)
+    return build(*args, **kwargs)
+
+
 async def stream_events(answer: Answer, shape: Shape, with_usage: bool) -> AsyncIterator[bytes]:
     """Server-sent events of an answer. A failure on the way is one error event, and then the stream ends without [DONE]."""
     usage: dict[str, Any] = {"usage": None} if with_usage else {}
     open_choices = list(enumerate(answer.generations))
-    for index, _ in open_choices:
-        opening = shape.opening(index)
+    for index, generation in open_choices:
+        opening = await _aside([generation], shape.opening, index, generation)
         if opening is not None:
             yield sse_event(opening | usage)
     while open_choices:
@@ -120,7 +131,8 @@ async def collect(answer: Answer, shape: Shape) -> Response:
         answer.raise_error()
     answer.raise_error()
     pieces = [g.take() or Piece() for g in answer.generations]
-    return json_response(shape.whole(pieces, answer.generations) | answer.totals())
+    whole = await _aside(answer.generations, shape.whole, pieces, answer.generations)
+    return json_response(whole | answer.totals())
 
 
 async def respond(request: Request, answer: Answer, shape: Shape, stream: bool, with_usage: bool) -> Response:
@@ -171,10 +183,13 @@ async def completions(request: Request) -> Response:
         else:
             service.check_prompt_ids(prompt)
             ids = prompt
-        prepared.append(service.prepare(ids, body, caller, logprobs=top, param="prompt", continuation=True))
+        wanted = top if body.echo else None
+        prepared.append(
+            service.prepare(ids, body, caller, logprobs=top, prompt_logprobs=wanted, param="prompt", continuation=True)
+        )
     echoes: list[str] = []
     if body.echo:
-        texts = [p if isinstance(p, str) else service.text.tokenizer.decode(p) for p in prompts]
+        texts = [p if isinstance(p, str) else await service.text_of(p) for p in prompts]
         echoes = [text for text in texts for _ in range(prepared[0].n)]
     answer = begin(service, prepared)
     return await respond(request, answer, CompletionShape(service, top, echoes), bool(body.stream), with_usage)
@@ -206,9 +221,24 @@ async def tokenize(request: Request) -> Response:
     if body.messages is not None:
         ids = await service.chat_prompt(plain_messages(body.messages, service.limits))
     else:
-        ids = await service.text_prompt(body.prompt or "")
+        ids = await service.text_prompt(body.prompt or "", special=body.add_special_tokens is not False)
     ready = service.check_open()
     return json_response({"tokens": ids, "count": len(ids), "max_model_len": ready.context})
+
+
+async def detokenize(request: Request) -> Response:
+    """The text of token ids, control tokens left out."""
+    service: Service = request.app.state.service
+    body = _detokenize.decode(await read_body(request, service.limits.body_bytes))
+    service.check_model(body.model)
+    service.check_prompt_ids(body.tokens, "tokens")
+    return json_response({"prompt": await service.text_of(body.tokens)})
+
+
+async def tokenizer_info(request: Request) -> Response:
+    """What a client that has no tokenizer of its own asks before it uses ours."""
+    tokenizer = request.app.state.service.text.tokenizer
+    return json_response({"vocab_size": tokenizer.vocab_size, "chat_template": tokenizer.chat_template})
 
 
 Route = tuple[str, str, Callable[[Request], Any]]
@@ -218,4 +248,6 @@ ROUTES: tuple[Route, ...] = (
     ("GET", "/v1/models", models),
     ("GET", "/v1/models/{model:path}", model),
     ("POST", "/tokenize", tokenize),
+    ("POST", "/detokenize", detokenize),
+    ("GET", "/tokenizer_info", tokenizer_info),
 )

@@ -26,7 +26,7 @@ class Shape(Protocol):
 
     id: str
 
-    def opening(self, index: int) -> dict[str, Any] | None: ...
+    def opening(self, index: int, generation: Generation) -> dict[str, Any] | None: ...
     def chunks(self, index: int, piece: Piece) -> list[dict[str, Any]]: ...
     def closing(self, index: int, generation: Generation) -> list[dict[str, Any]]: ...
     def summary(self) -> dict[str, Any]: ...
@@ -57,7 +57,7 @@ class ChatShape:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
         return self._head("chat.completion.chunk") | {"choices": [choice]}
 
-    def opening(self, index: int) -> dict[str, Any]:
+    def opening(self, index: int, generation: Generation) -> dict[str, Any]:
         return self._chunk(index, {"role": "assistant", "content": ""}, None, None)
 
     def chunks(self, index: int, piece: Piece) -> list[dict[str, Any]]:
@@ -107,7 +107,7 @@ class ChatShape:
 
 
 class CompletionShape:
-    """text_completion. With `echo` the prompts' text comes first."""
+    """text_completion. With `echo` the prompts' text comes first, and its log probabilities when there are any."""
 
     def __init__(self, service: Service, top_logprobs: int | None, echoes: Sequence[str]) -> None:
         self.id = new_id("cmpl-")
@@ -131,10 +131,18 @@ class CompletionShape:
         self._offsets[index] = offset + len(piece.text)
         return shapes.completion_logprobs(self._tokenizer, piece.token_ids, piece.logprobs, self._top, offset)
 
-    def opening(self, index: int) -> dict[str, Any] | None:
+    def _prompt_logprobs(self, index: int, generation: Generation) -> dict[str, Any] | None:
+        if self._top is None:
+            return None
+        self._offsets[index] = len(self._echoes[index])
+        entries = (None, *generation.prompt_logprobs)
+        return shapes.completion_logprobs(self._tokenizer, generation.request.prompt_ids, entries, self._top, 0)
+
+    def opening(self, index: int, generation: Generation) -> dict[str, Any] | None:
         if not self._echoes:
             return None
-        return self._head() | {"choices": [self._choice(index, self._echoes[index], None, None)]}
+        logprobs = self._prompt_logprobs(index, generation)
+        return self._head() | {"choices": [self._choice(index, self._echoes[index], logprobs, None)]}
 
     def chunks(self, index: int, piece: Piece) -> list[dict[str, Any]]:
         return [self._head() | {"choices": [self._choice(index, piece.text, self._logprobs(index, piece), None)]}]
@@ -148,6 +156,11 @@ class CompletionShape:
     def whole(self, pieces: Sequence[Piece], generations: Sequence[Generation]) -> dict[str, Any]:
         choices = []
         for index, (piece, generation) in enumerate(zip(pieces, generations, strict=True)):
-            text = (self._echoes[index] if self._echoes else "") + piece.text
-            choices.append(self._choice(index, text, self._logprobs(index, piece), generation.finish_reason))
+            text, prompt = piece.text, None
+            if self._echoes:
+                text, prompt = self._echoes[index] + text, self._prompt_logprobs(index, generation)
+            logprobs = self._logprobs(index, piece)
+            if prompt is not None and logprobs is not None:
+                logprobs = {name: values and values + logprobs[name] for name, values in prompt.items()}
+            choices.append(self._choice(index, text, logprobs, generation.finish_reason))
         return self._head() | {"choices": choices}

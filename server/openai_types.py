@@ -40,11 +40,17 @@ class CompletionRequest(SamplingOptions, kw_only=True):
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
-    """Either `prompt` or `messages`."""
+    """Either `prompt` or `messages`. `add_special_tokens`: a prompt's ids begin as the model's texts do."""
 
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = None
+    add_special_tokens: bool | None = None  # None = true
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    tokens: list[int]
+    model: str | None = None
 
 
 def wants_usage(stream: bool | None, options: StreamOptions | None) -> bool:
@@ -102,5 +108,3 @@ def check_completion(request: CompletionRequest) -> None:
         raise invalid("suffix", "suffix is not supported by this model", code="unsupported_parameter")
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise invalid("best_of", "best_of must be absent or equal to n", code="unsupported_parameter")
-    if request.echo and request.logprobs is not None:
-        raise invalid("echo", "echo together with logprobs is not supported", code="unsupported_parameter")

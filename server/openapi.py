@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server.httpio import json_response
-from server.openai_types import ChatRequest, CompletionRequest, TokenizeRequest
+from server.openai_types import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from server.responses_types import ResponsesRequest
 
 _BODIES: dict[str, tuple[Any, str]] = {
@@ -18,9 +18,11 @@ _BODIES: dict[str, tuple[Any, str]] = {
     "/v1/completions": (CompletionRequest, "Text that continues a prompt."),
     "/v1/responses": (ResponsesRequest, "A response of the Responses API."),
     "/tokenize": (TokenizeRequest, "Token ids of a text or of messages."),
+    "/detokenize": (DetokenizeRequest, "The text of token ids."),
 }
 _GETS = {
     "/v1/models": "The model served here.",
+    "/tokenizer_info": "The vocabulary's size and the chat template.",
     "/health": "The process lives.",
     "/ready": "The engine makes progress and takes work.",
     "/openapi.json": "This document.",

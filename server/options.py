@@ -71,14 +71,17 @@ def _integer(name: str, value: int | None, low: int, high: int, default: int) ->
     return value
 
 
-def token_limit(options: SamplingOptions, room: int, default: int | None = None) -> int:
-    """Tokens the answer may have: the newer of OpenAI's two fields wins, a huge value is cut to the free context."""
+def token_limit(options: SamplingOptions, room: int, default: int | None = None, least: int = 1) -> int:
+    """Tokens the answer may have: the newer of OpenAI's two fields wins, a huge value is cut to the free context.
+
+    `least` is 0 where a request may be about its prompt alone.
+    """
     name = "max_tokens" if options.max_completion_tokens is None else "max_completion_tokens"
     asked = options.max_tokens if options.max_completion_tokens is None else options.max_completion_tokens
     if asked is None:
         return room if default is None else min(room, default)
-    if asked < 1:
-        raise invalid(name, f"{name} is {asked}; it must be at least 1")
+    if asked < least:
+        raise invalid(name, f"{name} is {asked}; it must be at least {least}")
     return min(asked, room)
 
 

@@ -138,10 +138,15 @@ class Service:
             check_depth(name, value, self.limits.depth)
         return read_tools(declared, choice, parallel, self.text.tool_format, self.limits)
 
-    async def text_prompt(self, prompt: str) -> list[int]:
+    async def text_prompt(self, prompt: str, special: bool = True) -> list[int]:
+        """`special`: with what the model's texts begin with."""
         self._check_bytes(len(prompt.encode()), "prompt")
         # A raw prompt begins as the model's texts do; an empty one stays empty and is refused.
-        return await self._in_pool(lambda: self.text.tokenizer.encode(prompt, add_special=bool(prompt)))
+        return await self._in_pool(lambda: self.text.tokenizer.encode(prompt, add_special=bool(prompt) and special))
+
+    async def text_of(self, ids: Sequence[int]) -> str:
+        """The text of checked token ids, control tokens left out."""
+        return await self._in_pool(lambda: self.text.tokenizer.decode(ids))
 
     def check_prompt_ids(self, ids: Sequence[int], param: str = "prompt") -> None:
         size = self.text.tokenizer.vocab_size
@@ -175,6 +180,7 @@ class Service:
         caller: Caller,
         *,
         logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
         param: str = "messages",
         continuation: bool = False,
         tools: Tools | None = None,
@@ -189,12 +195,14 @@ class Service:
             raise self._too_long(str(len(prompt_ids)), ready.context, param)
         sampling = sampling_params(
             options,
-            max_tokens=token_limit(options, room),
+            max_tokens=token_limit(options, room, least=1 if prompt_logprobs is None else 0),
             logprobs=logprobs,
             tokenizer=self.text.tokenizer,
             limits=self.limits,
             drawn_seed=self._seeds.getrandbits(63),
         )
+        if prompt_logprobs is not None:
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=prompt_logprobs)
         forced = tools.grammar(self.text.tool_marks) if tools is not None else None
         if forced is not None:
             if sampling.grammar is not None:

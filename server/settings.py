@@ -62,6 +62,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     # how it speculates
     drafters: str = "auto"  # auto, none, or a comma list of suffix, heads[:PATH], model:PATH, student[:PATH]
     max_tree_nodes: int = 16
+    draft_vocabulary: int = 0  # most tokens that heads and students may say, the lowest ids of their list; 0 = all of it
     tree_shape: str = ""  # a fixed shape such as chain:4 or 4x2 instead of the price rule
     cache_dir: str = ""  # "" = ~/.cache/forespeak
 
@@ -107,7 +108,7 @@ def load_settings(config: Path | None, overrides: dict[str, Any]) -> Settings:
 
 def _check(settings: Settings) -> None:
     low: dict[str, float] = {"port": 0, "threads": 0, "kv_memory": 1, "page_size": 1, "context": 0, "max_sequences": 1}
-    low |= {"chunk_tokens": 1, "gpu_memory": 0, "max_tree_nodes": 0, "drain_seconds": 0, "seed": 0}
+    low |= {"chunk_tokens": 1, "gpu_memory": 0, "max_tree_nodes": 0, "draft_vocabulary": 0, "drain_seconds": 0, "seed": 0}
     high: dict[str, float] = {
         "port": 65535,
         "page_size": 256,

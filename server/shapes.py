@@ -90,11 +90,20 @@ def chat_logprobs(
 
 
 def completion_logprobs(
-    tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob], top: int, offset: int
+    tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob | None], top: int, offset: int
 ) -> dict[str, Any]:
-    """The older shape of /v1/completions. `offset` is where the first token's text starts in the choice's text."""
+    """The older shape of /v1/completions. `offset` is where the first token's text starts in the choice's text. A token
+    that nothing comes before (the first one of a prompt) has no log probability: None, which becomes null."""
     result: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [] if top else None, "text_offset": []}
     for token_id, logprob in zip(token_ids, logprobs, strict=False):
+        if logprob is None:
+            text = tokenizer.token_bytes(token_id).decode("utf-8", "replace")
+            for name, value in (("tokens", text), ("token_logprobs", None), ("text_offset", offset)):
+                result[name].append(value)
+            if top:
+                result["top_logprobs"].append(None)
+            offset += len(text)
+            continue
         entry = _entry(tokenizer, token_id, logprob.chosen)
         result["tokens"].append(entry["token"])
         result["token_logprobs"].append(entry["logprob"])

@@ -14,18 +14,17 @@ load T grows faster in rows, so trees shrink to chains and chains to nothing, wi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from heapq import merge as merge_sorted
 
 from spec.calibration import Calibration
 from spec.cost_table import CostTable
 from spec.drafter import Budget, SequenceView
 from spec.guard import Worth
 from spec.load_state import LoadState
-from spec.merge import Candidate, Candidates, Chain, as_chain, build, gather
+from spec.offers import Offers, Ranked
 from spec.patience import Patience
 from spec.skill import Skill, judged
 from spec.speculator import Limit, Load, StepRecord
-from spec.tree import EMPTY_TREE, MAX_NODES, DraftTree, Proposal
+from spec.tree import MAX_NODES, DraftTree, Proposal
 
 _PROBES = ((256, 8), (1024, 16))  # up to so many drafts under a load, every so many steps look below the price
 _PROBE_EVERY = 128  # later
@@ -42,7 +41,6 @@ def _never(_drafter: str, _depth: int, _rank: int, _confidence: float) -> float:
     return 0.0
 
 
-Ranked = tuple[float, int, Candidate | None]  # path chance, whose it is, the node; None = the next one of a chain
 _NO_DRAFT = Budget(max_nodes=0, max_depth=0, price=1.0, pass_price=_free, chance=_never)
 
 
@@ -210,48 +208,10 @@ class PriceSpeculator:
         step = self._step
         if step is None or step.views != len(views):
             raise ValueError("admit was not preceded by budgets for the same sequences")
-        offered = [self._gather(i, budget, proposals) for i, budget in enumerate(budgets)]
-        chosen: list[list[Candidate]] = [[] for _ in views]
-        lengths = [0] * len(views)  # of chains
-        ranked: list[list[Ranked]] = []
-        for i, (budget, found) in enumerate(zip(budgets, offered, strict=True)):
-            if found is None:
-                continue
-            if isinstance(found, Chain):
-                ranked.append([(path, i, None) for path in found.paths[: budget.max_nodes]])
-                continue
-            best = found.best_first()[: budget.max_nodes]
-            if found.sampled:
-                # Draws are taken by the price set before they were drawn: anything later would look at them.
-                chosen[i] = [node for node in best if node.path >= budget.price]
-            else:
-                ranked.append([(node.path, i, node) for node in best])
-        rows = step.rows + sum([len(nodes) for nodes in chosen])
-        order = ranked[0] if len(ranked) == 1 else list(merge_sorted(*ranked, key=_falling))
-        for _, i, node in order[: self._cut(step, rows, order)]:
-            if node is None:
-                lengths[i] += 1
-            else:
-                chosen[i].append(node)
-        self._account(step, rows, offered, lengths, chosen)
-        trees: list[DraftTree] = []
-        for found, nodes, length in zip(offered, chosen, lengths, strict=True):
-            if isinstance(found, Chain):
-                trees.append(found.tree(length) if length else EMPTY_TREE)
-            else:
-                trees.append(build(found, nodes) if found is not None and nodes else EMPTY_TREE)
-        return trees
-
-    def _gather(self, i: int, budget: Budget, proposals: Mapping[str, Sequence[Proposal]]) -> Candidates | Chain | None:
-        offers = [(name, per_view[i]) for name, per_view in proposals.items() if per_view[i].token_ids]
-        if not offers or budget.max_nodes <= 0:
-            return None
-        if len(offers) == 1:
-            name, proposal = offers[0]
-            chain = as_chain(name, proposal, budget.chance, max_depth=budget.max_depth, vocab_size=self._vocab_size)
-            if chain is not None:
-                return chain
-        return gather(offers, budget.chance, max_depth=budget.max_depth, vocab_size=self._vocab_size)
+        offers = Offers(budgets, proposals, self._vocab_size)
+        offers.take(self._cut(step, step.rows + offers.drawn, offers.order))
+        self._account(step, offers.shares())
+        return offers.trees()
 
     def _cut(self, step: _Step, rows: int, order: Sequence[Ranked]) -> int:
         """How many of the nodes, best first, maximise F(n) - lambda T(R + n)."""
@@ -271,26 +231,14 @@ class PriceSpeculator:
         # A look at what was pruned.
         return min(len(order), best_count + max(2, step.views // 16)) if step.probe else best_count
 
-    def _account(
-        self,
-        step: _Step,
-        rows: int,
-        offered: Sequence[Candidates | Chain | None],
-        lengths: Sequence[int],
-        chosen: Sequence[Sequence[Candidate]],
-    ) -> None:
+    def _account(self, step: _Step, shares: Sequence[tuple[str, float, int]]) -> None:
         """Who brought what: tokens expected of each drafter's nodes, less their share of the verification."""
-        total = sum(lengths) + sum([len(nodes) for nodes in chosen])
+        total = sum([count for _, _, count in shares])
         if not total:
             return
         each = step.node_cost = step.lambda_ * sum(self.costs.row_ms(step.rows, total)) / total
-        gains = step.gains
-        for found, length, nodes in zip(offered, lengths, chosen, strict=True):
-            if isinstance(found, Chain):
-                gains[found.name] = gains.get(found.name, 0.0) + sum(found.paths[:length]) - each * length
-            for node in nodes:
-                name = node.sources[0]
-                gains[name] = gains.get(name, 0.0) + node.path - each
+        for name, expected, count in shares:
+            step.gains[name] = step.gains.get(name, 0.0) + expected - each * count
 
     # --- after the step -----------------------------------------------------------------------------------------------
 
@@ -367,7 +315,3 @@ def _most(view: SequenceView, limit: Limit) -> int:
     """Nodes that the request's policy and the engine leave it."""
     most = view.policy.max_nodes
     return limit.max_nodes if most is None else min(most, limit.max_nodes)
-
-
-def _falling(item: Ranked) -> float:
-    return -item[0]

@@ -44,6 +44,8 @@ def commit(
     if acceptance.error is None:
         run.append(acceptance.next_id)
     reason: FinishReason | None = None
+    if sequence.remaining <= 0:  # only the prompt was asked for
+        run, reason = [], "length"
     for count, token in enumerate(run, 1):
         reason = sequence.ends_with(length + count, token)
         if reason is not None:
@@ -98,12 +100,14 @@ def _event(
     logprobs: tuple[TokenLogprob, ...] = acceptance.logprobs[: len(run)] if acceptance.logprobs else ()
     first = not sequence.started
     sequence.started = True
+    prompt, sequence.prompt_logprobs = tuple(sequence.prompt_logprobs), []
     stopped = sequence.finish_reason == "stop"
     return TokenEvent(
         request_id=sequence.seq_id,
         token_ids=tuple(run),
         sources=sources,
         logprobs=logprobs,
+        prompt_logprobs=prompt,
         counts=_counts(tree, sources[:accepted]) if tree.token_ids else _NO_COUNTS,
         started=first,
         cached_tokens=sequence.cached_tokens if first else 0,

@@ -207,7 +207,7 @@ class Engine:
                 code="context_length_exceeded",
                 param="messages",
             )
-        if request.sampling.max_tokens < 1:
+        if request.sampling.max_tokens < (0 if request.sampling.prompt_logprobs is not None else 1):
             raise RequestError(
                 f"max_tokens is {request.sampling.max_tokens}; it must be at least 1", code="invalid_value", param="max_tokens"
             )

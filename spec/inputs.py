@@ -63,7 +63,9 @@ def pack_inputs(rows: Sequence[PlanRow], trees: Sequence[DraftTree], page_size: 
             slot = pages[page] * page_size + offset
             slots += range(slot, slot + end - at)
             at = end
-        if row.scored:
+        if row.prompt_scored:
+            score_rows += range(first, len(input_ids))
+        elif row.scored:
             score_rows += range(first + len(known) - 1, len(input_ids))
         row_ptr.append(len(input_ids))
         kv_lens.append(start)

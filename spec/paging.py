@@ -28,12 +28,16 @@ class Paging:
     def next_digest(self, sequence: Sequence) -> bytes | None:
         """Digest of the page the sequence fills next when that page could still be shared, else None.
 
-        None in the middle of a page, with the cache off, and where the page would leave no token to compute.
+        None in the middle of a page, with the cache off, where the page would leave no token to compute, and for prompts of which
+        every token is scored.
         """
         page, offset = divmod(sequence.num_kv, self.page_size)
-        if offset or not self.enabled or sequence.num_kv + self.page_size >= len(sequence.token_ids):
+        if offset or not self._shares(sequence) or sequence.num_kv + self.page_size >= len(sequence.token_ids):
             return None
         return self._digest(sequence, page)
+
+    def _shares(self, sequence: Sequence) -> bool:
+        return self.enabled and not sequence.scores_prompt
 
     def match(self, sequence: Sequence) -> int:
         """Take published pages that continue what the sequence holds; returns the tokens that need no computing.
@@ -54,7 +58,7 @@ class Paging:
     def peek(self, sequence: Sequence) -> tuple[int, int]:
         """(pages `match` would take, how many of them are cached rather than live) for a sequence that holds nothing."""
         taken = cached = 0
-        if self.enabled:
+        if self._shares(sequence):
             for index in range((len(sequence.token_ids) - 1) // self.page_size):
                 page = self.index.find(self._digest(sequence, index))
                 if page is None:

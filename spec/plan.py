@@ -18,6 +18,7 @@ class PlanRow:
     page_ids: list[int]
     scored: bool  # the last known token is scored: a root, or the last chunk of a prompt
     decoding: bool
+    prompt_scored: bool = False  # all known tokens are scored, for the log probabilities of the prompt
 
 
 @dataclass(slots=True)

@@ -26,7 +26,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     Order of application: penalties, bias, bad words, min_tokens and grammar masks; temperature; min_p; top_k; top_p.
     """
 
-    max_tokens: int
+    max_tokens: int  # 0 = only compute the prompt
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0  # 0 = off
@@ -42,6 +42,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     ignore_eos: bool = False
     logprobs: int | None = None  # None = off, k = the chosen token's and the k best raw log probabilities
     grammar: GrammarSpec | None = None
+    prompt_logprobs: int | None = None  # the same of every prompt token but the first, which nothing comes before
 
 
 class SpeculationPolicy(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -64,7 +65,7 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
-    """Raw log probabilities (natural log) at one generated position."""
+    """Raw log probabilities (natural log) at one position: a generated token's, or a prompt token's."""
 
     chosen: float
     top: tuple[tuple[int, float], ...] = ()  # (token id, log probability), best first
@@ -99,3 +100,4 @@ class TokenEvent(msgspec.Struct, frozen=True, omit_defaults=True):
     error: str | None = None  # with finish_reason "error"
     error_code: str | None = None
     error_param: str | None = None  # the request's field at fault, when there is one
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # with the first event, of the prompt tokens 1, 2, ...

@@ -14,6 +14,7 @@ from spec.config import EngineConfig
 from spec.errors import InvariantError
 from spec.paging import Paging
 from spec.plan import PlanRow, StepPlan
+from spec.prompt_scores import SCORED_TOKENS
 from spec.sequence import Phase, Sequence
 from spec.speculator import Limit
 from spec.waiting import WaitingQueue
@@ -32,6 +33,7 @@ class Scheduler:
         self.preemptions = 0
         self.prefix_queries = 0  # prompt tokens looked up; recomputation after a preemption is not counted
         self.prefix_hits = 0
+        self._scorable = 0  # scored prompt tokens the plan has room for
         self._rows: dict[int, PlanRow] = {}  # the plan in the making, by sequence id
 
     def add(self, sequence: Sequence) -> None:
@@ -51,6 +53,7 @@ class Scheduler:
         """`now`: engine clock in seconds. Every row of the result has its pages."""
         plan = StepPlan()
         self._rows = {}
+        self._scorable = SCORED_TOKENS
         prefilling = 0
         for sequence in list(self.running):
             if sequence.phase is Phase.DECODE:
@@ -148,7 +151,7 @@ class Scheduler:
         return needed - len(sequence.page_ids)
 
     def _count_hits(self, sequence: Sequence, hits: int, first: bool = False) -> None:
-        if sequence.recomputing:
+        if sequence.recomputing or sequence.scores_prompt:
             return
         if first:
             self.prefix_queries += sequence.prompt_len
@@ -189,8 +192,13 @@ class Scheduler:
             if self.paging.next_digest(sequence) in in_work:
                 return 0
         tokens = min(tokens, _missing(sequence))
-        if not self._make_room(sequence, sequence.num_kv + tokens, plan):
+        held = len(self._rows[sequence.seq_id].token_ids) if sequence.seq_id in self._rows else 0
+        if sequence.scores_prompt:
+            tokens = min(tokens, held + self._scorable)
+        if tokens == held or not self._make_room(sequence, sequence.num_kv + tokens, plan):
             return 0
+        if sequence.scores_prompt:
+            self._scorable -= tokens - held
         in_work.update(self.paging.pages_touched(sequence, tokens))
         self._rows[sequence.seq_id] = self._row(sequence, tokens)
         return tokens
@@ -206,6 +214,7 @@ class Scheduler:
             page_ids=sequence.page_ids,
             scored=stop == len(sequence.token_ids),
             decoding=sequence.phase is Phase.DECODE,
+            prompt_scored=sequence.scores_prompt,
         )
 
 

@@ -13,7 +13,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from spec.errors import InvariantError
-from spec.request import FinishReason, Request
+from spec.request import FinishReason, Request, TokenLogprob
 
 if TYPE_CHECKING:
     from spec.grammar import GrammarState
@@ -52,6 +52,7 @@ class Sequence:
         "phase",
         "policy",
         "prompt_len",
+        "prompt_logprobs",
         "recomputing",
         "request",
         "sampling",
@@ -77,6 +78,7 @@ class Sequence:
         self.max_length = min(self.prompt_len + sampling.max_tokens, context)
         self.stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else end_ids)
         self.needs_logits = True
+        self.prompt_logprobs: list[TokenLogprob] = []  # of the prompt tokens computed so far, until they are said
         self.grammar: GrammarState | None = None  # at the last committed token
         self.phase = Phase.WAITING
         self.num_kv = 0
@@ -98,6 +100,11 @@ class Sequence:
     def remaining(self) -> int:
         """Tokens it may still generate."""
         return self.max_length - len(self.token_ids)
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Log probabilities of the prompt are wanted and not said yet: all of it must be computed, whatever the cache holds."""
+        return self.sampling.prompt_logprobs is not None and not self.started and not self.request.generated_ids
 
     def move_to(self, phase: Phase) -> None:
         if phase not in _NEXT[self.phase]:

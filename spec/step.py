@@ -17,6 +17,7 @@ from spec.errors import InvariantError, RequestError
 from spec.inputs import pack_inputs
 from spec.paging import Paging
 from spec.plan import PlanRow, StepPlan
+from spec.prompt_scores import PromptScores, keep, prompt_scores
 from spec.request import TokenEvent
 from spec.sampling import SampleOps
 from spec.scheduler import Scheduler
@@ -64,14 +65,18 @@ def speculative_step(core: Core, plan: StepPlan) -> list[TokenEvent]:
     proposed = clock()
 
     inputs = pack_inputs(plan.rows, trees, core.paging.page_size, core.target.shares_keys)
-    need_logits = any(row.scored and sequence.needs_logits for row, sequence in zip(plan.rows, sequences, strict=True))
+    prompts_scored = any(row.prompt_scored for row in plan.rows)
+    need_logits = prompts_scored or any(
+        row.scored and sequence.needs_logits for row, sequence in zip(plan.rows, sequences, strict=True)
+    )
     scores = core.target.run_packed(inputs, need_logits)
     verified = clock()
 
     acceptances = _accept(core, plan.rows, sequences, trees, scores)
+    prompts = prompt_scores(plan.rows, sequences, trees, scores) if prompts_scored else {}
     accepted = clock()
 
-    events = _commit_rows(core, plan.rows, sequences, trees, acceptances)
+    events = _commit_rows(core, plan.rows, sequences, trees, acceptances, prompts)
     committed = clock()
 
     if team.active:
@@ -117,6 +122,8 @@ def _accept(
     first = node = 0
     for row, sequence, tree in zip(rows, sequences, trees, strict=True):
         node += len(row.token_ids)
+        if row.prompt_scored:  # the nodes before the one that is accepted at
+            first += len(row.token_ids) - row.scored
         if row.scored:
             scored.append(ScoredRow(sequence, tree, first, sequence.grammar, node - 1, not sequence.needs_logits))
             first += len(tree) + 1
@@ -148,11 +155,14 @@ def _commit_rows(
     sequences: Sequence[EngineSequence],
     trees: Sequence[DraftTree],
     acceptances: Sequence[Acceptance | None],
+    prompts: PromptScores,
 ) -> list[TokenEvent]:
     """Write every row's result into its sequence and move accepted keys into place."""
     events: list[TokenEvent] = []
     moves = Moves()
     for row, sequence, tree, acceptance in zip(rows, sequences, trees, acceptances, strict=True):
+        if row.prompt_scored:
+            keep(sequence, row, prompts[row.seq_id])
         if acceptance is None:
             commit_chunk(sequence, row)
             continue

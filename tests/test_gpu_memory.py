@@ -41,7 +41,8 @@ def test_nothing_left_says_every_figure(free: int, step: int) -> None:
 
 
 def test_the_largest_step_carries_every_tree_and_a_chunk() -> None:
-    assert largest_step(256, 64, 16) == LargestStep(256 + 64 * 17, 64 * 17 + 1)
+    assert largest_step(256, 64, 16) == LargestStep(256 + 64 * 17, 64 * 17 + 64)  # as many prompt tokens are scored
+    assert largest_step(16, 1, 4) == LargestStep(16 + 5, 5 + 16)
 
 
 def test_a_steps_tensors_bound_what_the_decoder_makes() -> None:

@@ -39,7 +39,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def settings_for(model: Path, cache: Path) -> Settings:
     return Settings(
-        model=str(model), backend="reference", kv_memory=8 << 20, cache_dir=str(cache), drafters="suffix", tree_shape="chain:4"
+        model=str(model),
+        backend="reference",
+        threads=1,
+        kv_memory=8 << 20,
+        cache_dir=str(cache),
+        drafters="suffix",
+        tree_shape="chain:4",
     )
 
 
@@ -178,10 +184,10 @@ def test_confirming_begins_no_further_repeat_once_time_is_up(model: Path, tmp_pa
     parts = load_parts(settings_for(model, tmp_path))
     session = Session(parts, requests()[:1], [1], "suffix", Calibration())
     notes: list[str] = []
-    found = session.confirm([session.usual], 1, 9, 1.0, notes.append, lambda: True)
+    found = session.confirm([session.usual], 1, 9, notes.append, lambda: True)
     assert (found.repeats, len(notes)) == (1, 2)
     assert found.rates[0] > 0.0
-    assert session.confirm([session.usual], 1, 2, 1.0, notes.append).repeats == 2
+    assert session.confirm([session.usual], 1, 2, notes.append).repeats == 2
 
 
 def run_tune(*arguments: str) -> Any:
@@ -191,7 +197,18 @@ def run_tune(*arguments: str) -> Any:
 def test_tune_measures_predicts_confirms_and_writes_a_config_that_serve_takes(model: Path, tmp_path: Path) -> None:
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "tuned.toml"
     prompts.write_text("\n".join(json.dumps({"prompt": text}) for text in ("aaaa aaaa aaaa", "one two one two")))
-    sizes = ["--backend", "reference", "--kv-memory", "8MiB", "--cache-dir", str(tmp_path / "cache"), "--minutes", "0.1"]
+    sizes = [
+        "--backend",
+        "reference",
+        "--threads",
+        "1",
+        "--kv-memory",
+        "8MiB",
+        "--cache-dir",
+        str(tmp_path / "cache"),
+        "--minutes",
+        "0.1",
+    ]
     work = ["--prompts", str(prompts), "--max-tokens", "12", "--concurrency", "2", "--repeats", "1", "--out", str(out)]
     result = run_tune(str(model), *work, *sizes, "--drafters", " suffix ")  # as in "suffix, heads"
     assert result.exit_code == 0, result.output
@@ -220,7 +237,17 @@ def test_tune_measures_predicts_confirms_and_writes_a_config_that_serve_takes(mo
 def test_what_cannot_be_tuned_is_refused_in_one_line(model: Path, tmp_path: Path, arguments: list[str], said: str) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "aaaa"}')
-    where = [str(model), "--backend", "reference", "--kv-memory", "8MiB", "--cache-dir", str(tmp_path / "cache")]
+    where = [
+        str(model),
+        "--backend",
+        "reference",
+        "--threads",
+        "1",
+        "--kv-memory",
+        "8MiB",
+        "--cache-dir",
+        str(tmp_path / "cache"),
+    ]
     result = run_tune(*where, *(str(file) if word == "FILE" else word for word in arguments))
     assert isinstance(result.exception, ForespeakError)
     assert str(result.exception).startswith(said)

@@ -134,15 +134,15 @@ class Forward {
         return {quantised, dense};
     }
 
-    // Whether the layers behind `op` read rows of 16 bits; they agree (checked when the decoder is made).
-    bool wide(Op op, int layer) const {
-        if (op == Op::HeadInput) return m_.head.wide;
-        if (op == Op::FusionInput) return m_.fusion.wide;
+    // How finely the layers behind `op` read their rows; they agree (checked when the decoder is made).
+    Fine fine(Op op, int layer) const {
+        if (op == Op::HeadInput) return m_.head.fine;
+        if (op == Op::FusionInput) return m_.fusion.fine;
         const Layer& l = m_.layers[static_cast<size_t>(layer)];
-        if (op == Op::AttentionInput) return l.slot[FS_SLOT_Q].wide || l.slot[FS_SLOT_K].wide || l.slot[FS_SLOT_V].wide;
-        if (op == Op::OutputInput) return l.slot[FS_SLOT_O].wide;
-        if (op == Op::MlpInput) return l.slot[FS_SLOT_GATE].wide || l.slot[FS_SLOT_UP].wide;
-        return l.slot[FS_SLOT_DOWN].wide;
+        if (op == Op::AttentionInput) return std::max({l.slot[FS_SLOT_Q].fine, l.slot[FS_SLOT_K].fine, l.slot[FS_SLOT_V].fine});
+        if (op == Op::OutputInput) return l.slot[FS_SLOT_O].fine;
+        if (op == Op::MlpInput) return std::max(l.slot[FS_SLOT_GATE].fine, l.slot[FS_SLOT_UP].fine);
+        return l.slot[FS_SLOT_DOWN].fine;
     }
 
     // Row r of a linear layer's input, in the forms asked for.
@@ -162,7 +162,7 @@ class Forward {
         } else {
             source = s_.out_hidden + static_cast<size_t>(s_.step->score_rows[r]) * hidden();
         }
-        if (quantised) quantise_row(source, width, r, wide(op, layer), codes);
+        if (quantised) quantise_row(source, width, r, fine(op, layer), codes);
         if (source != target && forms(op, layer).second) std::memcpy(target, source, static_cast<size_t>(width) * sizeof(float));
     }
 
@@ -188,14 +188,14 @@ class Forward {
     void shared_input(Op op, int layer, int begin, int end) {
         const bool quantised = forms(op, layer).first;
         for (int r = begin; r < end; ++r) prepare_row(op, layer, r, quantised, s_.quantised.data(), s_.values.data());
-        if (quantised && end == input_rows(op)) clear_rest(input_width(m_, op), end, wide(op, layer), s_.quantised.data());
+        if (quantised && end == input_rows(op)) clear_rest(input_width(m_, op), end, s_.quantised.data());
     }
 
     // The input of the linear layer of this phase: the shared buffers, or this thread's own, filled on its first claim.
     Rows input(Op op, int layer, int thread) {
         const int rows = input_rows(op), width = input_width(m_, op);
         Rows out;
-        out.group_bytes = act_group_bytes(width, wide(op, layer));
+        out.group_bytes = act_group_bytes(width);
         out.stride = static_cast<size_t>(width);
         if (rows > kPrivateRows) {
             out.quantised = s_.quantised.data();
@@ -203,15 +203,16 @@ class Forward {
             return out;
         }
         ThreadState& t = s_.threads[static_cast<size_t>(thread)];
-        const bool is_wide = wide(op, layer), few = is_few(rows, is_wide);
+        const Fine how = fine(op, layer);
+        const bool few = is_few(rows, how);
         if (t.prepared != phase_) {
             const bool quantised = forms(op, layer).first;
             for (int r = 0; r < rows; ++r) prepare_row(op, layer, r, quantised, t.quantised.data(), t.values.data());
-            if (quantised && few) few_image(t.quantised.data(), width, rows, is_wide, t.image.data());
+            if (quantised && few && has_image(how)) few_image(t.quantised.data(), width, rows, how, t.image.data());
             t.prepared = phase_;
         }
         out.quantised = t.quantised.data();
-        if (few) out.image = t.image.data();
+        if (few) out.image = has_image(how) ? t.image.data() : t.quantised.data();
         out.values = t.values.data();
         return out;
     }
@@ -355,11 +356,11 @@ inline void reserve(DecoderState& s, int threads) {
     grow(s.attended, n * s.q_stride);
     grow(s.inner, n * static_cast<size_t>(shape.intermediate));
     grow(s.values, static_cast<size_t>(rows) * static_cast<size_t>(widest));
-    grow(s.quantised, act_bytes(widest, rows, true));
+    grow(s.quantised, act_bytes(widest, rows));
     if (s.threads.size() < static_cast<size_t>(threads)) s.threads.resize(static_cast<size_t>(threads));
     for (ThreadState& t : s.threads) {
-        grow(t.quantised, act_bytes(widest, kPrivateRows, true));
-        grow(t.image, few_bytes(widest, kFewRows, true));
+        grow(t.quantised, act_bytes(widest, kPrivateRows));
+        grow(t.image, few_bytes(widest, kFewRows, Fine::Bits16));
         grow(t.values, static_cast<size_t>(kPrivateRows) * static_cast<size_t>(widest));
         grow(t.head, static_cast<size_t>(shape.head_dim));
         grow(t.best, static_cast<size_t>(s.step->scored));

@@ -7,8 +7,9 @@ Quantised arithmetic (weights in `BlockWeight`): each row of x is cut into block
 scale d and minimum m of the same block: ``y += (d * a) * dot(c, q) + m * (a * sum)``, blocks in ascending order in
 float32. The dot product is an exact integer of 32 bits, rounded once when it becomes a float.
 
-Activations have 8 bits, or 16 where a matrix is worth it: 16-bit codes are two parts within -127..127,
-``q = 255 * high + low``, so the same byte products give the exact dot, ``255 * dot(c, high) + dot(c, low)``.
+Activations have 8 bits, or more where a matrix is worth it, as two parts of one byte, so that the same byte products give the exact
+dot. 16 bits: ``q = 255 * high + low`` with both parts within -127..127. 12 bits, for weights of 4 bits: ``q = 16 * high + low`` with low in
+-8..8; ``16 * c`` is still a byte, so ``dot(16 c, high) + dot(c, low)`` is one product of twice the length.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 from kernels.linear.formats import PublishedWeight
 
 BLOCK = 32
-LARGEST = {8: 127, 16: 127 * 256}  # largest activation code by activation_bits; 127 * 256 = 255 * 127 + 127
+LARGEST = {8: 127, 12: 127 * 16 + 7, 16: 255 * 127 + 127}  # largest activation code by activation_bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ class BlockWeight:
     scale: torch.Tensor  # [out, in/32] float16
     minimum: torch.Tensor  # [out, in/32] float16 (bits 4) or float32
     bias: torch.Tensor | None = None  # [out] float32
-    activation_bits: int = 8  # 8 or 16: how finely the rows of x are quantised
+    activation_bits: int = 8  # 8, 16 or, with 4-bit codes, 12: how finely the rows of x are quantised
 
     @property
     def out_features(self) -> int:

@@ -15,20 +15,26 @@
 namespace fs::FS_ISA {
 
 // Tiles 0, 1, 6: sums (16 rows of 16 int32). 2, 3, 7: activations (16 rows of 32 bytes). 4, 5: weights (8 rows of 16 x 4 bytes).
-inline void amx_configure_linear() {
+// Rows of 12 bits and their weights are twice as long: high codes against 16 times the weights, then low codes against the weights.
+inline void amx_configure_linear(Fine fine) {
+    const bool twice = fine == Fine::Bits12;
     TileShapes shapes;
     for (int tile : {0, 1, 6}) shapes.set(tile, 16, 64);
-    for (int tile : {2, 3, 7}) shapes.set(tile, 16, 32);
-    for (int tile : {4, 5}) shapes.set(tile, 8, 64);
+    for (int tile : {2, 3, 7}) shapes.set(tile, 16, twice ? 64 : 32);
+    for (int tile : {4, 5}) shapes.set(tile, twice ? 16 : 8, 64);
     amx_configure(shapes);
 }
 
 constexpr size_t kUnpackedBlock = 512;  // 8 lines of 4 inputs by 16 outputs
+constexpr size_t unpacked_block(Fine fine) { return fine == Fine::Bits12 ? 2 * kUnpackedBlock : kUnpackedBlock; }
+inline size_t unpacked_bytes(const Packed& w) { return static_cast<size_t>(w.pairs) * 2 * unpacked_block(w.fine); }
 
-inline size_t unpacked_bytes(const Packed& w) { return static_cast<size_t>(w.pairs) * 2 * kUnpackedBlock; }
+// Whether the codes that `unpack_block` writes are unsigned.
+constexpr bool unpacks_unsigned(Kind kind, Fine fine) { return kind == Kind::Q8Min || (kind == Kind::Q4Min && fine == Fine::Bits12); }
 
 // One block's codes as bytes: unsigned for Q8Min, signed with the offset taken off for the kinds that have one, 0..15 for Q4Min.
-template <Kind K>
+// For rows of 12 bits 16 times the codes lie before them.
+template <Kind K, Fine A>
 inline void unpack_block(const uint8_t* w, uint8_t* out) {
     Codes codes;
     if constexpr (K <= Kind::Q4Offset) {
@@ -40,91 +46,109 @@ inline void unpack_block(const uint8_t* w, uint8_t* out) {
     for (int j = 0; j < 8; ++j) {
         __m512i line = codes.c[j];
         if constexpr (K == Kind::Q4Offset || K == Kind::Q8Offset) line = _mm512_sub_epi8(line, offset);
-        _mm512_store_si512(out + 64 * j, line);
+        if constexpr (A == Fine::Bits12) {
+            const __m512i times16 = _mm512_and_si512(_mm512_slli_epi16(line, 4), _mm512_set1_epi8(-16));
+            _mm512_store_si512(out + 64 * j, times16);
+            _mm512_store_si512(out + kUnpackedBlock + 64 * j, line);
+        } else {
+            _mm512_store_si512(out + 64 * j, line);
+        }
+    }
+}
+
+template <Kind K, Fine A>
+void unpack_tile_as(const uint8_t* w, int pairs, uint8_t* out) {
+    constexpr size_t block = unpacked_block(A);
+    for (int p = 0; p < pairs; ++p, w += record_bytes(K), out += 2 * block) {
+        for (size_t line = 0; line < record_bytes(K); line += 64) prefetch_far(w + kPrefetchFar + line);
+        unpack_block<K, A>(w, out);
+        unpack_block<K, A>(w + code_bytes(K), out + block);
     }
 }
 
 template <Kind K>
-void unpack_tile_as(const uint8_t* w, int pairs, uint8_t* out) {
-    for (int p = 0; p < pairs; ++p, w += record_bytes(K), out += 2 * kUnpackedBlock) {
-        for (size_t line = 0; line < record_bytes(K); line += 64) prefetch_far(w + kPrefetchFar + line);
-        unpack_block<K>(w, out);
-        unpack_block<K>(w + code_bytes(K), out + kUnpackedBlock);
+inline void unpack_tile_of(const Packed& w, int tile, uint8_t* out) {
+    if (w.fine == Fine::Bits12) {
+        unpack_tile_as<K, kMiddle<K>>(w.tile(tile), w.pairs, out);
+    } else {
+        unpack_tile_as<K, Fine::Bits8>(w.tile(tile), w.pairs, out);
     }
 }
 
 inline void unpack_tile(const Packed& w, int tile, uint8_t* out) {
     switch (w.kind) {
-        case Kind::Q4Min: unpack_tile_as<Kind::Q4Min>(w.tile(tile), w.pairs, out); break;
-        case Kind::Q4Offset: unpack_tile_as<Kind::Q4Offset>(w.tile(tile), w.pairs, out); break;
-        case Kind::Q8Min: unpack_tile_as<Kind::Q8Min>(w.tile(tile), w.pairs, out); break;
-        default: unpack_tile_as<Kind::Q8Offset>(w.tile(tile), w.pairs, out); break;
+        case Kind::Q4Min: unpack_tile_of<Kind::Q4Min>(w, tile, out); break;
+        case Kind::Q4Offset: unpack_tile_of<Kind::Q4Offset>(w, tile, out); break;
+        case Kind::Q8Min: unpack_tile_of<Kind::Q8Min>(w, tile, out); break;
+        default: unpack_tile_of<Kind::Q8Offset>(w, tile, out); break;
     }
 }
 
-// `dots`: the sums, behind them those of the low parts where rows are wide.
-template <Kind K, bool Wide>
-inline void amx_float_part(const uint8_t* scale, const uint8_t* minimum, const uint8_t* rows, const int32_t* dots, F (&acc)[kGroup]) {
+// `dots`: the sums; of rows of 16 bits those of the high parts, behind them those of the low.
+template <Kind K, Fine A, int N>
+FS_INLINE void amx_float_part(const uint8_t* scale, const uint8_t* minimum, const uint8_t* fields, const int32_t* dots, F (&acc)[N]) {
     const F d = load_half(reinterpret_cast<const uint16_t*>(scale));
     F m = zero();
     if constexpr (K == Kind::Q4Min) m = load_half(reinterpret_cast<const uint16_t*>(minimum));
     if constexpr (K == Kind::Q8Min) m = load(reinterpret_cast<const float*>(minimum));
-#pragma GCC unroll 16
-    for (int r = 0; r < kGroup; ++r) {
-        const auto* fields = reinterpret_cast<const float*>(rows + kActRow * static_cast<size_t>(r) + kActScale);
+    each<N>([&](auto r) __attribute__((always_inline)) {
+        const auto* row = reinterpret_cast<const float*>(fields + kActField * static_cast<size_t>(r));
         I dot = load(dots + 16 * r);
-        if constexpr (Wide) dot = add(times255(dot), load(dots + 256 + 16 * r));
-        acc[r] = fma(mul(d, set1(fields[0])), to_float(dot), acc[r]);
-        if constexpr (K == Kind::Q4Min || K == Kind::Q8Min) acc[r] = fma(m, set1(fields[1]), acc[r]);
-    }
+        if constexpr (A == Fine::Bits16) dot = join_parts<A>(dot, load(dots + 256 + 16 * r));
+        acc[r] = fma(mul(d, set1(row[0])), to_float(dot), acc[r]);
+        if constexpr (K == Kind::Q4Min || K == Kind::Q8Min) acc[r] = fma(m, set1(row[1]), acc[r]);
+    });
 }
 
-// The dot products of one block, in tiles Sums, Rows and Columns; those of the low parts in tiles 6 and 7.
-template <Kind K, bool Wide, int Sums, int Rows, int Columns>
-inline void amx_block(const uint8_t* group, const uint8_t* codes, size_t part, int block, int32_t* dots) {
+// The dot products of one block, in tiles Sums, Rows and Columns; those of low parts of 16 bits in tiles 6 and 7.
+template <Kind K, Fine A, int Sums, int Rows, int Columns>
+FS_INLINE void amx_block(const uint8_t* group, const uint8_t* codes, int block, int32_t* dots) {
+    constexpr bool is_unsigned = unpacks_unsigned(K, A);
     const uint8_t* rows = group + static_cast<size_t>(block) * kActRecord;
     tile_zero<Sums>();
-    tile_load<Rows>(rows, kActRow);
-    tile_load<Columns>(codes + static_cast<size_t>(block) * kUnpackedBlock, 64);
-    tile_dot<Sums, Rows, Columns, K == Kind::Q8Min>();
-    tile_store<Sums>(dots, 64);
-    if constexpr (Wide) {
+    tile_load<Rows>(rows);
+    tile_load<Columns>(codes + static_cast<size_t>(block) * unpacked_block(A));
+    tile_dot<Sums, Rows, Columns, is_unsigned>();
+    tile_store<Sums>(dots);
+    if constexpr (A == Fine::Bits16) {
         tile_zero<6>();
-        tile_load<7>(rows + part, kActRow);
-        tile_dot<6, 7, Columns, K == Kind::Q8Min>();
-        tile_store<6>(dots + 256, 64);
+        tile_load<7>(rows + kActLow);
+        tile_dot<6, 7, Columns, is_unsigned>();
+        tile_store<6>(dots + 256);
     }
 }
 
 // One tile of outputs by one group of 16 rows (rows that are not there are zeros). The matrix unit works one block ahead of the float part. `codes` is the tile as
 // unpack_tile left it. (Unpacking each block right before its product costs 20 ns more a block: the unit then waits for the stores.)
-template <Kind K, bool Wide>
-void amx_tile_as(const uint8_t* w, const uint8_t* codes, int pairs, const uint8_t* group, size_t part, F* out) {
+template <Kind K, Fine A>
+void amx_tile_as(const uint8_t* w, const uint8_t* codes, int pairs, const uint8_t* group, F* out) {
     constexpr size_t record = record_bytes(K), minimum_bytes = K == Kind::Q8Min ? 64 : 32;
-    alignas(64) int32_t even[Wide ? 512 : 256], odd[Wide ? 512 : 256];
+    alignas(64) int32_t even[A == Fine::Bits16 ? 512 : 256], odd[A == Fine::Bits16 ? 512 : 256];
     F acc[kGroup];
-    for (int r = 0; r < kGroup; ++r) acc[r] = zero();
-    const auto dot_even = [&](int block) { amx_block<K, Wide, 0, 2, 4>(group, codes, part, block, even); };
-    const auto dot_odd = [&](int block) { amx_block<K, Wide, 1, 3, 5>(group, codes, part, block, odd); };
+    each<kGroup>([&](auto r) __attribute__((always_inline)) { acc[r] = zero(); });
+    const auto dot_even = [&](int block) { amx_block<K, A, 0, 2, 4>(group, codes, block, even); };
+    const auto dot_odd = [&](int block) { amx_block<K, A, 1, 3, 5>(group, codes, block, odd); };
     dot_even(0);
     for (int p = 0; p < pairs; ++p) {
         const uint8_t* here = w + static_cast<size_t>(p) * record;
         const uint8_t* scale = here + 2 * code_bytes(K);
-        const uint8_t* rows = group + static_cast<size_t>(2 * p) * kActRecord;
+        const uint8_t* fields = group + static_cast<size_t>(2 * p) * kActRecord + kActFields;
         dot_odd(2 * p + 1);
-        amx_float_part<K, Wide>(scale, scale + 64, rows, even, acc);
+        amx_float_part<K, A, kGroup>(scale, scale + 64, fields, even, acc);
         if (p + 1 < pairs) dot_even(2 * p + 2);
-        amx_float_part<K, Wide>(scale + 32, scale + 64 + minimum_bytes, rows + kActRecord, odd, acc);
+        amx_float_part<K, A, kGroup>(scale + 32, scale + 64 + minimum_bytes, fields + kActRecord, odd, acc);
     }
-    for (int r = 0; r < kGroup; ++r) out[r] = acc[r];
+    each<kGroup>([&](auto r) __attribute__((always_inline)) { out[r] = acc[r]; });
 }
 
 template <Kind K>
 inline void amx_tile_of(const Packed& w, int tile, const uint8_t* codes, const uint8_t* group, F* out) {
-    if (w.wide) {
-        amx_tile_as<K, true>(w.tile(tile), codes, w.pairs, group, act_part_bytes(w.in), out);
+    if (w.fine == Fine::Bits8) {
+        amx_tile_as<K, Fine::Bits8>(w.tile(tile), codes, w.pairs, group, out);
+    } else if (w.fine == Fine::Bits12) {
+        amx_tile_as<K, kMiddle<K>>(w.tile(tile), codes, w.pairs, group, out);
     } else {
-        amx_tile_as<K, false>(w.tile(tile), codes, w.pairs, group, 0, out);
+        amx_tile_as<K, Fine::Bits16>(w.tile(tile), codes, w.pairs, group, out);
     }
 }
 

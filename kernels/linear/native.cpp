@@ -22,9 +22,9 @@ inline void block_dots(const Codes& w, const uint8_t* rows, I* dot) {
     }
 }
 
-// `part`: bytes from the high codes to the low ones of wide rows.
-template <Kind K, int R, bool Wide>
-inline void quantised_block(const uint8_t* codes, const uint8_t* scale, const uint8_t* minimum, const uint8_t* rows, size_t part,
+// `rows`: the first row's codes, `fields`: its fields in the same record.
+template <Kind K, int R, Fine A>
+inline void quantised_block(const uint8_t* codes, const uint8_t* scale, const uint8_t* minimum, const uint8_t* rows, const uint8_t* fields,
                             F (&acc)[R]) {
     Codes w;
     if constexpr (K <= Kind::Q4Offset) {
@@ -36,11 +36,11 @@ inline void quantised_block(const uint8_t* codes, const uint8_t* scale, const ui
     F m = zero();
     if constexpr (K == Kind::Q4Min) m = load_half(reinterpret_cast<const uint16_t*>(minimum));
     if constexpr (K == Kind::Q8Min) m = load(reinterpret_cast<const float*>(minimum));
-    const auto field = [rows](size_t offset, int r) { return rows + offset + kActRow * static_cast<size_t>(r); };
+    const auto field = [fields](size_t offset, int r) { return fields + offset + kActField * static_cast<size_t>(r); };
     const auto real = [&](size_t offset, int r) { return set1(*reinterpret_cast<const float*>(field(offset, r))); };
     const auto whole = [&](size_t offset, int r) { return *reinterpret_cast<const int32_t*>(field(offset, r)); };
     I dot[R];
-    if constexpr (Wide) {
+    if constexpr (in_parts(A)) {
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) dot[r] = set1(0);
         block_dots<K, R>(w, rows, dot);
@@ -51,13 +51,13 @@ inline void quantised_block(const uint8_t* codes, const uint8_t* scale, const ui
         if constexpr (K == Kind::Q4Offset) start = set1(whole(kActMinus8, r));
         if constexpr (K == Kind::Q8Min) start = set1(kBytesShift == 0 ? 0 : -whole(kActMinus128, r));
         if constexpr (K == Kind::Q8Offset) start = set1(kBytesShift == 0 ? whole(kActMinus128, r) : 0);
-        if constexpr (Wide) {
-            dot[r] = add(times255(dot[r]), start);
+        if constexpr (in_parts(A)) {
+            dot[r] = join_parts<A>(dot[r], start);
         } else {
             dot[r] = start;
         }
     }
-    block_dots<K, R>(w, Wide ? rows + part : rows, dot);
+    block_dots<K, R>(w, in_parts(A) ? rows + kActLow : rows, dot);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
         acc[r] = fma(mul(d, real(kActScale, r)), to_float(dot[r]), acc[r]);
@@ -69,14 +69,14 @@ inline void quantised_block(const uint8_t* codes, const uint8_t* scale, const ui
 // 5 to 10 % of a one-row pass; leaving it to the hardware 25 %.)
 constexpr size_t kPrefetchFar = 7680, kPrefetchNear = 1280;
 
-// R rows; `rows` is the first one's line in its group's first record.
-template <Kind K, int R, bool Wide>
-void quantised_tile(const uint8_t* w, int pairs, const uint8_t* rows, size_t part, F* out) {
+// R rows; `rows` and `fields` are the first one's in its group's first record.
+template <Kind K, int R, Fine A>
+void quantised_tile(const uint8_t* w, int pairs, const uint8_t* rows, const uint8_t* fields, F* out) {
     constexpr size_t codes = code_bytes(K), record = record_bytes(K);
     constexpr size_t minimum_bytes = K == Kind::Q8Min ? 64 : 32;
     F acc[R];
     for (int r = 0; r < R; ++r) acc[r] = zero();
-    for (int p = 0; p < pairs; ++p, w += record, rows += 2 * kActRecord) {
+    for (int p = 0; p < pairs; ++p, w += record, rows += 2 * kActRecord, fields += 2 * kActRecord) {
         if constexpr (R <= 8) {
 #pragma GCC unroll 20
             for (size_t line = 0; line < record; line += 64) {
@@ -85,8 +85,8 @@ void quantised_tile(const uint8_t* w, int pairs, const uint8_t* rows, size_t par
             }
         }
         const uint8_t* scale = w + 2 * codes;
-        quantised_block<K, R, Wide>(w, scale, scale + 64, rows, part, acc);
-        quantised_block<K, R, Wide>(w + codes, scale + 32, scale + 64 + minimum_bytes, rows + kActRecord, part, acc);
+        quantised_block<K, R, A>(w, scale, scale + 64, rows, fields, acc);
+        quantised_block<K, R, A>(w + codes, scale + 32, scale + 64 + minimum_bytes, rows + kActRecord, fields + kActRecord, acc);
     }
     for (int r = 0; r < R; ++r) out[r] = acc[r];
 }
@@ -113,11 +113,15 @@ void dense_tile(const uint8_t* w, int in, const float* x, size_t stride, F* out)
 template <Kind K, int R>
 inline void tile_rows(const Packed& w, int tile, const Rows& x, int row, F* acc) {
     if constexpr (K <= Kind::Q8Offset) {
-        const uint8_t* rows = x.quantised + x.group_bytes * static_cast<size_t>(row / kGroup) + kActRow * static_cast<size_t>(row % kGroup);
-        if (w.wide) {
-            quantised_tile<K, R, true>(w.tile(tile), w.pairs, rows, act_part_bytes(w.in), acc);
+        const auto in_group = static_cast<size_t>(row % kGroup);
+        const uint8_t* group = x.quantised + x.group_bytes * static_cast<size_t>(row / kGroup);
+        const uint8_t *rows = group + kActRow * in_group, *fields = group + kActFields + kActField * in_group;
+        if (w.fine == Fine::Bits8) {
+            quantised_tile<K, R, Fine::Bits8>(w.tile(tile), w.pairs, rows, fields, acc);
+        } else if (w.fine == Fine::Bits12) {
+            quantised_tile<K, R, kMiddle<K>>(w.tile(tile), w.pairs, rows, fields, acc);
         } else {
-            quantised_tile<K, R, false>(w.tile(tile), w.pairs, rows, 0, acc);
+            quantised_tile<K, R, Fine::Bits16>(w.tile(tile), w.pairs, rows, fields, acc);
         }
     } else {
         dense_tile<K, R>(w.tile(tile), w.in, x.values + x.stride * static_cast<size_t>(row), x.stride, acc);
@@ -128,7 +132,7 @@ template <Kind K>
 void tile_any(const Packed& w, int tile, const Rows& x, int row, int rows, F* acc) {
     while (rows > 0) {
         int step;
-        if (rows >= kRowTileWide && !w.wide) {  // wide rows need twice the registers
+        if (rows >= kRowTileWide && !in_parts(w.fine)) {  // rows in parts need twice the registers
             tile_rows<K, kRowTileWide>(w, tile, x, row, acc);
             step = kRowTileWide;
         } else if (rows >= kRowTile) {
@@ -216,7 +220,7 @@ inline void linear_tiles_amx(const Packed& a, const Packed* b, const Rows& x, in
     const int whole = n % kGroup >= kMatrixTail ? n : n / kGroup * kGroup;  // rows for the matrix unit
     grow(scratch.codes, static_cast<size_t>(batch) * (size_a + size_b));
     F first[kGroup], second[kGroup];
-    amx_configure_linear();
+    amx_configure_linear(a.fine);
     for (int from = begin; from < end; from += batch) {
         const int to = std::min(from + batch, end);
         const auto codes = [&](int tile) { return scratch.codes.data() + static_cast<size_t>(tile - from) * (size_a + size_b); };
@@ -250,7 +254,7 @@ inline void linear_tiles_amx(const Packed& a, const Packed* b, const Rows& x, in
 template <class Sink>
 inline void linear_tiles_few(const Packed& a, const Packed* b, const uint8_t* image, int n, int begin, int end, Sink&& sink) {
     F first[kFewRows], second[kFewRows];
-    few_configure(n, a.wide);
+    few_configure(n, a.fine);
     for (int tile = begin; tile < end; ++tile) {
         few_tile_any(a, tile, image, n, first);
         add_bias(a, tile, n, first);

@@ -53,7 +53,7 @@ def unpack_codes(weight: BlockWeight) -> torch.Tensor:
 
 
 def _blocks(x: torch.Tensor, weight: BlockWeight) -> torch.Tensor:
-    # |dot| <= 32 * 127 * 255 < 2^24 with 8-bit rows: float32 holds every partial sum exactly, in any order. 16-bit rows need float64.
+    # |dot| <= 32 * 127 * 255 < 2^24 with 8-bit rows: float32 holds every partial sum exactly, in any order. Wider rows take float64.
     exact = torch.float32 if weight.activation_bits == 8 else torch.float64
     w = unpack_codes(weight).permute(1, 2, 0).to(exact).contiguous()  # [blocks, 32, out]
     d = weight.scale.float()  # [out, blocks]

@@ -16,16 +16,16 @@ namespace {
 
 void quantise(const float* x, int rows, int in, int8_t* codes, float* a, int32_t* sums) {
     const int blocks = in / kBlock;
-    Buffer<uint8_t> act(act_bytes(in, 1, false));
+    Buffer<uint8_t> act(act_bytes(in, 1));
     for (int r = 0; r < rows; ++r) {
-        quantise_row(x + static_cast<size_t>(r) * static_cast<size_t>(in), in, 0, false, act.data());
+        quantise_row(x + static_cast<size_t>(r) * static_cast<size_t>(in), in, 0, Fine::Bits8, act.data());
         for (int b = 0; b < blocks; ++b) {
             const uint8_t* record = act.data() + static_cast<size_t>(b) * kActRecord;
             const size_t at = static_cast<size_t>(r) * static_cast<size_t>(blocks) + static_cast<size_t>(b);
             int32_t minus8;
             std::memcpy(codes + at * kBlock, record, kBlock);
-            std::memcpy(a + at, record + kActScale, 4);
-            std::memcpy(&minus8, record + kActMinus8, 4);
+            std::memcpy(a + at, record + kActFields + kActScale, 4);
+            std::memcpy(&minus8, record + kActFields + kActMinus8, 4);
             sums[at] = minus8 / -8;
         }
     }
@@ -45,14 +45,16 @@ void linear(Team& team, const Packed& w, const float* x, int rows, float* y) {
     job.x.values = x;
     job.x.stride = static_cast<size_t>(w.in);
     if (is_quantised(w.kind)) {
-        act.resize(act_bytes(w.in, rows, w.wide));
-        for (int r = 0; r < rows; ++r) quantise_row(x + static_cast<size_t>(r) * job.x.stride, w.in, r, w.wide, act.data());
-        clear_rest(w.in, rows, w.wide, act.data());
+        act.resize(act_bytes(w.in, rows));
+        for (int r = 0; r < rows; ++r) quantise_row(x + static_cast<size_t>(r) * job.x.stride, w.in, r, w.fine, act.data());
+        clear_rest(w.in, rows, act.data());
         job.x.quantised = act.data();
-        job.x.group_bytes = act_group_bytes(w.in, w.wide);
-        if (is_few(rows, w.wide)) {
-            image.resize(few_bytes(w.in, rows, w.wide));
-            few_image(act.data(), w.in, rows, w.wide, image.data());
+        job.x.group_bytes = act_group_bytes(w.in);
+        if (is_few(rows, w.fine) && !has_image(w.fine)) {
+            job.x.image = act.data();
+        } else if (is_few(rows, w.fine)) {
+            image.resize(few_bytes(w.in, rows, w.fine));
+            few_image(act.data(), w.in, rows, w.fine, image.data());
             job.x.image = image.data();
         }
     }

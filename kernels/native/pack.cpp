@@ -111,8 +111,9 @@ bool pack(const fs_weight& w, Arena& arena, Packed* out) {
         std::memcpy(out->bias.data(), w.bias, static_cast<size_t>(w.out) * sizeof(float));
     }
     if (w.kind == FS_Q4 || w.kind == FS_Q8) {
-        if (w.in % kBlock != 0 || (w.activation_bits != 8 && w.activation_bits != 16)) return false;
-        out->wide = w.activation_bits == 16;
+        const bool known = w.activation_bits == 8 || w.activation_bits == 16 || (w.activation_bits == 12 && w.kind == FS_Q4);
+        if (w.in % kBlock != 0 || !known) return false;
+        out->fine = w.activation_bits == 8 ? Fine::Bits8 : (w.activation_bits == 12 ? Fine::Bits12 : Fine::Bits16);
         const bool offset = minimums_are_offsets(w);
         if (w.kind == FS_Q4) out->kind = offset ? Kind::Q4Offset : Kind::Q4Min;
         if (w.kind == FS_Q8) out->kind = offset ? Kind::Q8Offset : Kind::Q8Min;

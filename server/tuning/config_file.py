@@ -9,7 +9,14 @@ import msgspec
 
 from server.settings import Settings
 
-TUNED = ("drafters", "max_tree_nodes", "tree_shape", "page_size", "chunk_tokens")  # always written, default or not
+TUNED = (
+    "drafters",
+    "max_tree_nodes",
+    "draft_vocabulary",
+    "tree_shape",
+    "page_size",
+    "chunk_tokens",
+)  # always written, default or not
 
 
 def config_text(settings: Settings, comments: Sequence[str]) -> str:

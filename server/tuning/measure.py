@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -117,27 +117,39 @@ class Sample:
 
 
 def step_curves(samples: Sequence[Sample], decode: CostTable, context: float) -> StepCurves:
-    """`context`: keys a sequence holds on average."""
-    other: dict[int, list[float]] = {}
-    cold: dict[int, list[float]] = {}
+    """`context`: keys a sequence holds on average. What counts is the middle of the runs' own middles."""
+    other: dict[int, list[Seen]] = {}
+    cold: dict[int, list[Seen]] = {}
     for sample in samples:
+        by_count: dict[int, list[StepCost]] = {}
         for cost in sample.costs:
-            expected = decode.pass_ms(cost.sequences + cost.nodes, int(context * cost.sequences), cost.sequences)
-            other.setdefault(cost.sequences, []).append(cost.other * 1e3 * sample.speed)
-            cold.setdefault(cost.sequences, []).append(cost.verify * 1e3 * sample.speed / expected)
+            by_count.setdefault(cost.sequences, []).append(cost)
+        for count, costs in by_count.items():
+            expected = [decode.pass_ms(count + c.nodes, int(context * count), count) for c in costs]
+            passes = middle(c.verify * 1e3 / ms for c, ms in zip(costs, expected, strict=True))
+            other.setdefault(count, []).append((middle(c.other for c in costs) * 1e3 * sample.speed, len(costs)))
+            cold.setdefault(count, []).append((passes * sample.speed, len(costs)))
     return StepCurves(_line(other), _by_count(cold))
 
 
-def _by_count(values: Mapping[int, list[float]]) -> Curve:
-    """Through the middle of every count that was seen often enough, and no further; 1 where nothing was seen."""
-    enough = {count: seen for count, seen in values.items() if len(seen) >= FEW} or dict(values)
-    points = tuple((float(count), middle(seen)) for count, seen in sorted(enough.items()))
-    return Curve(points or ((1.0, 1.0),), goes_on=False)
+Seen = tuple[float, int]  # a figure of one run, and the steps it was made of
 
 
-def _line(values: Mapping[int, list[float]]) -> Curve:
+def _together(seen: Sequence[Seen]) -> Seen:
+    """The middle of the runs that saw enough, of all where none did; and all steps."""
+    return statistics.median([x for x, n in seen if n >= FEW] or [x for x, _ in seen]), sum(n for _, n in seen)
+
+
+def _by_count(values: Mapping[int, list[Seen]]) -> Curve:
+    """Through every count that was seen often enough, and no further; 1 where nothing was seen."""
+    found = {count: _together(seen) for count, seen in sorted(values.items())}
+    enough = {count: x for count, (x, n) in found.items() if n >= FEW} or {count: x for count, (x, _) in found.items()}
+    return Curve(tuple((float(count), x) for count, x in enough.items()) or ((1.0, 1.0),), goes_on=False)
+
+
+def _line(values: Mapping[int, list[Seen]]) -> Curve:
     """The rising line closest to the middles (least squares, each weighed by how often it was seen); 0 where nothing was seen."""
-    seen = [(float(count), middle(each), len(each)) for count, each in sorted(values.items())]
+    seen = [(float(count), *_together(each)) for count, each in sorted(values.items())]
     if not seen:
         return Curve(((1.0, 0.0),))
     weight = sum(n for _, _, n in seen)
@@ -151,6 +163,28 @@ def _line(values: Mapping[int, list[float]]) -> Curve:
 def draft_costs(samples: Sequence[DraftSample]) -> dict[str, DraftCost]:
     """By drafter, from steps whose depth was limited in turn."""
     return {name: _draft_cost(name, samples) for name in sorted({name for sample in samples for name in sample.ms})}
+
+
+def cut_factors(
+    whole: Sequence[DraftSample], cut: Mapping[int, Sequence[DraftSample]], names: Collection[str]
+) -> dict[tuple[str, int], float]:
+    """What drafting takes with a shorter list of tokens over what it takes with the whole one, by drafter and size: the middle over
+    the depths that both were seen at, one sequence at a time; never more than 1."""
+
+    def by_depth(name: str, samples: Sequence[DraftSample]) -> dict[int, float]:
+        taken: dict[int, list[float]] = {}
+        for sample in samples:
+            if name in sample.ms and sample.sequences == 1 and sample.depths[name]:
+                taken.setdefault(sample.depths[name], []).append(sample.ms[name])
+        return {depth: middle(values) for depth, values in taken.items() if len(values) >= 3}
+
+    found: dict[tuple[str, int], float] = {}
+    for name in names:
+        usual = by_depth(name, whole)
+        for size, samples in cut.items():
+            ratios = [ms / usual[depth] for depth, ms in by_depth(name, samples).items() if usual.get(depth)]
+            found[name, size] = min(1.0, statistics.median(ratios)) if ratios else 1.0
+    return found
 
 
 def _draft_cost(name: str, samples: Sequence[DraftSample]) -> DraftCost:

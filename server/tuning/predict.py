@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from server.tuning.traces import Machine, Trace, depths_of, kept
+from server.tuning.traces import Machine, StepCurves, Trace, depths_of, kept
 from spec.drafter import UNKNOWN, Budget, Outcome
 from spec.request import SamplingParams, SpeculationPolicy
 from spec.scheduler import MAX_PREFILLING
@@ -30,6 +30,7 @@ class Choice:
     tree_shape: str = ""
     page_size: int = 16
     chunk_tokens: int = 256
+    draft_vocabulary: int = 0  # 0 = all that the drafters can say
 
 
 @dataclass(slots=True)
@@ -110,7 +111,8 @@ def predict(
 
 def _answer(run: _Run, traces: Sequence[Trace], concurrency: int, temperature: float, group: int) -> None:
     sampling, policy = SamplingParams(max_tokens=1 << 30, temperature=temperature), SpeculationPolicy()
-    views = [View(i, trace, sampling, policy) for i, trace in enumerate(traces) if trace.answer]
+    views = [View(run.begun + i, trace, sampling, policy) for i, trace in enumerate(traces) if trace.answer]
+    run.begun += len(views)  # a conversation that is answered again is another one
     size = group or max(1, len(views))
     for first in range(0, len(views), size):
         waiting = deque(views[first : first + size])
@@ -127,10 +129,15 @@ class _Run:
         self.machine = machine
         self.choice = choice
         self.speculator = speculator
-        self.curves = machine.plain if speculator is None else machine.drafting
         self.factor = machine.pages.get(choice.page_size, 1.0)
         self.views: list[View] = []
+        self.begun = 0  # views so far
         self.result = Prediction()
+
+    def curves(self, drafted: bool) -> StepCurves:
+        if self.speculator is None:
+            return self.machine.plain
+        return self.machine.drafting if drafted else self.machine.resting or self.machine.plain
 
     def step(self) -> None:
         result, machine = self.result, self.machine
@@ -139,13 +146,17 @@ class _Run:
         prompt_tokens = sum(tokens for _, tokens in chunks)
         prompt_context = sum(view.num_kv * tokens for view, tokens in chunks) / prompt_tokens if prompt_tokens else 0.0
         load = Load(prompt_tokens, len(decoding) + len(chunks), sum(v.num_kv for v in [*decoding, *(v for v, _ in chunks)]))
-        trees, draft_ms, each = self._draft(decoding, load)
+        # As the engine has it: a resting step is plain decoding that nobody looks at.
+        resting = self.speculator is None or (bool(decoding) and self.speculator.rests(decoding))
+        trees, draft_ms, each = self._draft([] if resting else decoding, load)
+        trees = trees or [EMPTY_TREE] * len(decoding)
         rows = len(decoding) + sum(len(tree) for tree in trees)
         context = sum(view.num_kv for view in decoding)
         count = max(1, load.sequences)
-        target = self.factor * self.curves.cold.at(count)
+        curves = self.curves(any(trees))
+        target = self.factor * curves.cold.at(count)
         target *= machine.pass_ms(rows, context, max(1, len(decoding)), prompt_tokens, prompt_context)
-        total = target + draft_ms + self.curves.overhead.at(count)
+        total = target + draft_ms + curves.overhead.at(count) + (machine.asking_ms if each and not any(trees) else 0.0)
         result.total_ms += total
         result.pass_ms += target
         result.draft_ms += draft_ms
@@ -165,7 +176,7 @@ class _Run:
                 view.said = 1
                 result.tokens += 1
                 result.ttft_ms.append(result.total_ms - view.submitted)
-        if self.speculator is not None and decoding:
+        if self.speculator is not None and not resting:
             outcomes = [
                 Outcome(view, tree, path, 0, 0, 1 + len(tree), view.said >= len(view.trace.answer))
                 for view, tree, path in zip(decoding, trees, paths, strict=True)

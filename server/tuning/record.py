@@ -17,7 +17,7 @@ from spec.calibration import Calibration
 from spec.drafter import Budget, SequenceView
 from spec.engine import Engine
 from spec.request import Request
-from spec.speculator import Limit, Load, StepRecord
+from spec.speculator import Limit, Load, Speculator, StepRecord
 from spec.tree import EMPTY_TREE, NOTHING, DraftTree, Proposal
 
 PRICE = 0.01  # nodes less likely than this are not worth writing down
@@ -96,6 +96,20 @@ class Recorder:
         return found
 
 
+class Watched:
+    """A speculator whose questions are counted."""
+
+    def __init__(self, inner: Speculator) -> None:
+        self._inner = inner
+        self.asked = 0  # steps in which somebody might draft
+        self.rests, self.passed, self.admit, self.record = inner.rests, inner.passed, inner.admit, inner.record
+
+    def budgets(self, views: Sequence[SequenceView], limits: Sequence[Limit], load: Load) -> list[Budget]:
+        found = self._inner.budgets(views, limits, load)
+        self.asked += any(budget.max_nodes > 0 for budget in found)
+        return found
+
+
 @dataclass(frozen=True, slots=True)
 class StepCost:
     """One step of decoding rows only: seconds by where they went. `other` is all that is neither pass nor drafting."""
@@ -105,6 +119,7 @@ class StepCost:
     verify: float
     drafters: float
     other: float
+    asked: bool = False  # drafters were asked for something
 
 
 @dataclass(slots=True)
@@ -117,16 +132,20 @@ class Metered:
 
 
 def metered(
-    engine: Engine, requests: Sequence[Request], concurrency: int, on_finish: Callable[[Completion], None] | None = None
+    engine: Engine,
+    requests: Sequence[Request],
+    concurrency: int,
+    on_finish: Callable[[Completion], None] | None = None,
+    watched: Watched | None = None,
 ) -> Metered:
-    """Run the requests and say where every decoding step's time went."""
+    """Run the requests and say where every decoding step's time went. `watched`: the engine's speculator, where it is one."""
     found = Metered()
     before: list[dict[str, Any]] = []
     started = [0.0]
 
     def read(_: int) -> None:
         now = time.perf_counter()
-        after = engine.stats()
+        after = engine.stats() | {"asked": watched.asked if watched else 0}
         if before:
             cost = _difference(before.pop(), after, now - started[0])
             if cost is not None:
@@ -152,4 +171,5 @@ def _difference(before: Mapping[str, Any], after: Mapping[str, Any], wall: float
     verify = after["phase_seconds"]["verify"] - before["phase_seconds"]["verify"]
     drafters = sum(after["drafter_seconds"].values()) - sum(before["drafter_seconds"].values())
     nodes = sum(after["spec_decode_num_draft_tokens"].values()) - sum(before["spec_decode_num_draft_tokens"].values())
-    return StepCost(rows, nodes, verify, drafters, max(0.0, wall - verify - drafters))
+    asked = after["asked"] > before["asked"]
+    return StepCost(rows, nodes, verify, drafters, max(0.0, wall - verify - drafters), asked)

@@ -8,17 +8,19 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, combinations
 
 from server.tuning.predict import Choice, Prediction, predict
-from server.tuning.traces import Machine, Trace
+from server.tuning.traces import Machine, Trace, cut
 from spec.budget import PriceSpeculator
 from spec.calibration import Calibration
 from spec.shapes import ShapeSpeculator
 from spec.speculator import Speculator
 
 BUDGETS = (2, 4, 8, 16)
+VOCABULARIES = (2, 4, 8)  # parts of a drafter's list of tokens
+FEWEST_TOKENS = 16
 SHAPES = ("chain:1", "chain:2", "chain:4")
 CHUNKS = (64, 128, 256, 512)
 PAGES = (8, 16, 32, 64)
@@ -29,13 +31,15 @@ CLOSE = 0.03  # a chunk or page size must promise this much more than the usual 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Traces, and what the price rule knows when a server starts."""
+    """Traces, and what the price rule knows when a server starts. `says`: the tokens of drafters with a list of their own, rising."""
 
     traces: Sequence[Trace]
     machine: Machine
     calibration: Calibration
     vocab_size: int
     temperature: float = 0.0
+    says: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    _cuts: dict[int, tuple[Sequence[Trace], Machine]] = field(default_factory=dict, init=False, compare=False)
 
     def predict(self, choice: Choice, concurrency: int, group: int = 0) -> Prediction:
         def speculator() -> Speculator:
@@ -45,7 +49,23 @@ class Workload:
             calibration.restore(self.calibration.dump())
             return PriceSpeculator(calibration, copy.deepcopy(self.machine.decode), vocab_size=self.vocab_size)
 
-        return predict(self.traces, self.machine, choice, concurrency, speculator, self.temperature, group, PASSES)
+        traces, machine = self._cut(choice.draft_vocabulary)
+        return predict(traces, machine, choice, concurrency, speculator, self.temperature, group, PASSES)
+
+    def _cut(self, vocabulary: int) -> tuple[Sequence[Trace], Machine]:
+        """Offers and costs when drafters may say so many tokens, made once."""
+        if vocabulary == 0:
+            return self.traces, self.machine
+        if vocabulary not in self._cuts:
+            said = {name: frozenset(ids[:vocabulary]) for name, ids in self.says.items()}
+            self._cuts[vocabulary] = [cut(trace, said) for trace in self.traces], self.machine.cut(vocabulary)
+        return self._cuts[vocabulary]
+
+
+def vocabularies(says: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
+    """Sizes to try besides the whole lists: shares of the longest one."""
+    longest = max(map(len, says.values()), default=0)
+    return tuple(size for share in VOCABULARIES if (size := longest // share) >= FEWEST_TOKENS)
 
 
 def drafter_sets(names: Sequence[str]) -> list[tuple[str, ...]]:
@@ -53,15 +73,19 @@ def drafter_sets(names: Sequence[str]) -> list[tuple[str, ...]]:
     return list(chain.from_iterable(combinations(names, size) for size in range(1, len(names) + 1)))
 
 
-def choices(names: Sequence[str], usual: Choice) -> Iterator[Choice]:
-    """Plain decoding first, then all drafters as usual, then every set of them with every budget and shape; sizes stay as usual."""
+def choices(names: Sequence[str], usual: Choice, says: Mapping[str, Sequence[int]] | None = None) -> Iterator[Choice]:
+    """Plain decoding first, then all drafters as usual, then every set of them with every budget and shape, and where one
+    has a list of tokens with every share of it; sizes stay as usual."""
+    shares = vocabularies(says or {})
     yield replace(usual, drafters=(), tree_shape="")
     yield replace(usual, drafters=tuple(names), tree_shape="")
     for drafters in drafter_sets(names):
-        for budget in BUDGETS:
-            yield replace(usual, drafters=drafters, max_tree_nodes=budget, tree_shape="")
-        for shape in SHAPES:
-            yield replace(usual, drafters=drafters, tree_shape=shape)
+        for size in (0, *(shares if any(name in (says or {}) for name in drafters) else ())):
+            base = replace(usual, drafters=drafters, draft_vocabulary=size)
+            for budget in BUDGETS:
+                yield replace(base, max_tree_nodes=budget, tree_shape="")
+            for shape in SHAPES:
+                yield replace(base, tree_shape=shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +110,7 @@ def search(
 
     When time is up what was tried is ranked; plain decoding and all drafters together are always among it.
     """
-    wanted = list(dict.fromkeys(choices(names, usual)))
+    wanted = list(dict.fromkeys(choices(names, usual, workload.says)))
     sizes = [
         (chunk, page)
         for chunk in sorted({*CHUNKS, usual.chunk_tokens})
@@ -127,7 +151,7 @@ def finalists(ranked: Sequence[Ranked], usual: Choice, count: int = 3) -> list[R
     usual_worth: dict[Choice, float] = {}
     for entry in ranked:
         if (entry.choice.chunk_tokens, entry.choice.page_size) == (usual.chunk_tokens, usual.page_size):
-            usual_worth[_drafts(entry.choice)] = entry.worth
+            usual_worth.setdefault(_drafts(entry.choice), entry.worth)
     found: list[Ranked] = []
     for entry in ranked:
         at_usual = (entry.choice.chunk_tokens, entry.choice.page_size) == (usual.chunk_tokens, usual.page_size)
@@ -141,7 +165,7 @@ def finalists(ranked: Sequence[Ranked], usual: Choice, count: int = 3) -> list[R
 
 
 def _drafts(choice: Choice) -> Choice:
-    """What is left of a configuration without its sizes."""
+    """What is left of a configuration without its sizes, that of the drafters' vocabulary included."""
     return Choice(choice.drafters, choice.max_tree_nodes, choice.tree_shape)
 
 

@@ -10,19 +10,20 @@ import dataclasses
 import itertools
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import msgspec
 
-from server.compose import Parts, default_speculator, make_engine
+from server.compose import Parts, default_speculator, draft_vocabularies, make_engine
 from server.local import run_requests
 from server.settings import Settings
 from server.speculation import KeptSpeculator
-from server.tuning.measure import Sample, chunk_curve, decode_table, draft_costs, page_factors, probe_ms, step_curves, target_of
+from server.tuning.measure import chunk_curve, decode_table, page_factors
 from server.tuning.predict import Choice
-from server.tuning.record import DraftSample, Recorder, metered, seconds_of
-from server.tuning.search import CHUNKS, PAGES, Workload
-from server.tuning.traces import Machine, Trace
+from server.tuning.record import DraftSample, Recorder, Watched, metered, seconds_of
+from server.tuning.search import CHUNKS, PAGES, Workload, vocabularies
+from server.tuning.traces import Curve, Machine, StepCurves, Trace
+from server.tuning.turns import Turn, with_steps
 from spec.budget import PriceSpeculator
 from spec.calibration import Calibration
 from spec.config import EngineConfig
@@ -36,7 +37,6 @@ from spec.target import TargetModel
 
 CAPS = (1, 2, 3, 4, 6, 10, 16)  # depths in turn, for the cost of drafting
 CHUNK_SIZES = (8, 16, 32, *CHUNKS)
-ROUNDS = 3  # of such runs, so that one slow second does not count
 SAMPLE_TOKENS = 32  # longest answer of the runs that tell costs
 SAMPLE_PROMPTS = 4  # of each such run, or as many as there are places
 
@@ -47,10 +47,25 @@ Note = Callable[[str], None]
 class Confirmation:
     """Figures of each choice."""
 
-    rates: list[float]  # tokens a second
-    even_rates: list[float]  # the same had the machine been as fast all the time as when the tables were made
+    rates: list[float]  # tokens a second, by the first choice's clock: see `paired`
     acceptance_lengths: list[float]
     repeats: int  # that were made
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How long costs are timed."""
+
+    table_seconds: float = 4.0
+    chunk_repeats: int = 9
+    page_repeats: int = 15
+    rounds: int = 5  # of runs that tell what steps and drafters cost, so that one slow second does not count
+
+    @staticmethod
+    def within(minutes: float) -> Effort:
+        """Less of everything where there are less than four minutes for the whole of tuning."""
+        share = min(1.0, max(0.05, minutes / 4.0))
+        return Effort(4.0 * share, max(3, round(9 * share)), max(3, round(15 * share)), max(1, round(5 * share)))
 
 
 @dataclass(slots=True)
@@ -62,13 +77,19 @@ class Session:
     loads: Sequence[int]
     drafters: str  # a setting: those to choose from, together
     calibration: Calibration
+    effort: Effort = Effort()
     _decode: CostTable | None = None
     _ids: itertools.count[int] = field(default_factory=itertools.count)
 
     @property
     def usual(self) -> Choice:
         settings = self.parts.settings
-        return Choice((), settings.max_tree_nodes, "", settings.page_size, settings.chunk_tokens)
+        return Choice((), settings.max_tree_nodes, page_size=settings.page_size, chunk_tokens=settings.chunk_tokens)
+
+    @property
+    def says(self) -> dict[str, tuple[int, ...]]:
+        """The tokens of each drafter that has a list of its own, rising."""
+        return draft_vocabularies(self.parts, self.drafters)
 
     # --- recording and measuring --------------------------------------------------------------------------------------
 
@@ -85,47 +106,39 @@ class Session:
     def measure(self, recorder: Recorder, note: Note) -> Machine:
         """Every table that predictions read."""
         note("timing passes")
-        decode = self._decode = decode_table(self.parts, self.parts.settings.page_size, seconds=4.0)
+        decode = self._decode = decode_table(self.parts, self.parts.settings.page_size, self.effort.table_seconds)
         note("timing prompt chunks")
-        chunk, per_key = chunk_curve(self.parts, CHUNK_SIZES, repeats=9)
+        chunk, per_key = chunk_curve(self.parts, CHUNK_SIZES, self.effort.chunk_repeats)
         note("timing page sizes")
         contexts = [step.load.context for step in recorder.steps] or [1]
-        pages = page_factors(self.parts, PAGES, int(statistics.median(contexts)), repeats=15)
-        target, config = target_of(self.parts, self.parts.settings.page_size)
-        once = decode.pass_ms(1, 0, 1)
-
-        def sampled(engine: Engine, requests: Sequence[Request], load: int) -> Sample:
-            before = probe_ms(target, config)
-            costs = metered(engine, self._fresh(requests), load).costs
-            return Sample(costs, 2.0 * once / (before + probe_ms(target, config)))
-
-        plain: list[Sample] = []
-        drafting: list[Sample] = []
-        drafts: list[DraftSample] = []
-        for load in sorted({1, *self.loads}):
-            few = self._sample(load)
-            engines = make_engine(self.parts, "none"), self._engine(self._default())
-            for turn in range(ROUNDS):
-                note(f"timing steps, {load} at once, {turn + 1} of {ROUNDS}")
-                capped = Recorder(self.calibration, CAPS)
-                plain.append(sampled(engines[0], few, load))
-                drafting.append(sampled(engines[1], few, load))
-                speed = sampled(self._recording(capped), few, load).speed
-                drafts += [replace(s, ms={name: ms * speed for name, ms in s.ms.items()}) for s in capped.samples]
+        pages = page_factors(self.parts, PAGES, int(statistics.median(contexts)), self.effort.page_repeats)
+        sizes = vocabularies(self.says)
+        turns = []
+        for number in range(self.effort.rounds):
+            for load in sorted({1, *self.loads}):
+                note(f"timing steps, {load} at once, {number + 1} of {self.effort.rounds}")
+                few = self._sample(load)
+                turns.append(turn := Turn(load))
+                turn.plain += metered(make_engine(self.parts, "none"), self._fresh(few), load).costs
+                engine, watched = self._watched()
+                turn.drafting += metered(engine, self._fresh(few), load, watched=watched).costs
+                turn.drafts += self._drafted(few, load)
+                for size in sizes if load == 1 else ():
+                    turn.cut[size] = self._drafted(few[:2], load, size)
         context = statistics.mean(len(r.prompt_ids) + min(SAMPLE_TOKENS, r.sampling.max_tokens) / 2 for r in self.requests)
-        return Machine(
-            decode=decode,
-            chunk=chunk,
-            chunk_per_key=per_key,
-            plain=step_curves(plain, decode, context),
-            drafting=step_curves(drafting, decode, context),
-            drafts=draft_costs(drafts),
-            pages=pages,
-        )
+        level = StepCurves(Curve(((1.0, 0.0),)))
+        machine = Machine(decode, chunk, level, level, pages=pages, chunk_per_key=per_key)
+        return with_steps(machine, turns, context, set(self.says))
+
+    def _drafted(self, requests: Sequence[Request], load: int, vocabulary: int = 0) -> list[DraftSample]:
+        """What drafting to every depth takes."""
+        capped = Recorder(self.calibration, CAPS)
+        metered(self._recording(capped, vocabulary), self._fresh(requests), load)
+        return capped.samples
 
     def workload(self, traces: Sequence[Trace], machine: Machine) -> Workload:
         temperature = self.requests[0].sampling.temperature
-        return Workload(traces, machine, self.calibration, self.parts.model.shape.vocab_size, temperature)
+        return Workload(traces, machine, self.calibration, self.parts.model.shape.vocab_size, temperature, self.says)
 
     # --- confirming ---------------------------------------------------------------------------------------------------
 
@@ -134,26 +147,22 @@ class Session:
         choices: Sequence[Choice],
         load: int,
         repeats: int,
-        once_ms: float,
         note: Note,
         time_is_up: Callable[[], bool] = lambda: False,
     ) -> Confirmation:
         """All choices side by side: group after group of requests through every engine, in another order every time.
 
-        Of the repeats of a group the middle one counts, so that a stall of the machine moves nothing. `once_ms`: a pass over one row when
-        the tables were made; probes between the runs tell how fast the machine is now. When time is up no further repeat is begun, but
-        one is always made.
+        The first choice is the clock of the others: what counts of one is its time over the first one's on the same requests a moment
+        before or after, the middle of the repeats, so that neither a stall nor a slow minute of the machine moves anything. When time is up
+        no further repeat is begun, but one is always made.
         """
         engines = [self._engine(self.settings(choice)) for choice in choices]
-        probe, config = target_of(self.parts, self.parts.settings.page_size)
         for engine in engines:
             run_requests(engine, self._fresh(self._sample(1)[:1]), 1)  # warms up
         size = group_size(load)
         starts = range(0, len(self.requests), size)
         raw: list[list[list[float]]] = [[[] for _ in starts] for _ in choices]
-        even: list[list[list[float]]] = [[[] for _ in starts] for _ in choices]
         tokens, steps = [0] * len(choices), [[0, 0] for _ in choices]
-        before = probe_ms(probe, config)
         made = 0
         for repeat in range(repeats + 1):  # the first time is for learning
             if made and time_is_up():
@@ -164,20 +173,15 @@ class Session:
                 for offset in range(len(choices)):
                     at = (offset + turn + repeat) % len(choices)
                     answers = run_requests(engines[at], fresh[start : start + size], load)
-                    after = probe_ms(probe, config)
-                    seconds, speed = seconds_of(answers), 2.0 * once_ms / (before + after)
-                    before = after
                     if repeat == 0:
                         tokens[at] += sum(len(c.token_ids) for c in answers)
                         continue
-                    raw[at][turn].append(seconds)
-                    even[at][turn].append(seconds * speed)
+                    raw[at][turn].append(seconds_of(answers))
                     steps[at][0] += sum(max(0, len(c.step_sizes) - 1) for c in answers)
                     steps[at][1] += sum(sum(c.step_sizes[1:]) for c in answers)
             made = repeat
         return Confirmation(
-            rates=[count / _of_middles(each) for count, each in zip(tokens, raw, strict=True)],
-            even_rates=[count / _of_middles(each) for count, each in zip(tokens, even, strict=True)],
+            rates=[count / paired(each, raw[0]) for count, each in zip(tokens, raw, strict=True)],
             acceptance_lengths=[brought / max(1, passes) for passes, brought in steps],
             repeats=made,
         )
@@ -189,6 +193,7 @@ class Session:
             drafters=",".join(self._spelling(name) for name in choice.drafters) or "none",
             max_tree_nodes=choice.max_tree_nodes,
             tree_shape=choice.tree_shape,
+            draft_vocabulary=choice.draft_vocabulary,
             page_size=choice.page_size,
             chunk_tokens=choice.chunk_tokens,
         )
@@ -201,22 +206,34 @@ class Session:
     # --- engines and requests -----------------------------------------------------------------------------------------
 
     def _default(self) -> Settings:
-        return msgspec.structs.replace(self.parts.settings, drafters=self.drafters, tree_shape="")
+        return msgspec.structs.replace(self.parts.settings, drafters=self.drafters, tree_shape="", draft_vocabulary=0)
 
-    def _engine(self, settings: Settings) -> Engine:
+    def _watched(self) -> tuple[Engine, Watched]:
+        """The engine with all drafters, and its speculator."""
+        made: list[Watched] = []
+
+        def wrap(speculator: Speculator) -> Speculator:
+            made.append(Watched(speculator))
+            return made[0]
+
+        return self._engine(self._default(), wrap), made[0]
+
+    def _engine(self, settings: Settings, wrap: Callable[[Speculator], Speculator] = lambda speculator: speculator) -> Engine:
         """As `serve` makes it, but for the costs, which were measured once for all, and the kept calibration, which stays as it is."""
 
         def speculator(parts: Parts, config: EngineConfig, target: TargetModel, drafters: Sequence[Drafter]) -> Speculator:
             if settings.tree_shape or self._decode is None:
-                return default_speculator(parts, config, target, drafters)
+                return wrap(default_speculator(parts, config, target, drafters))
             calibration = Calibration()
             calibration.restore(self.calibration.dump())
-            return PriceSpeculator(calibration, copy.deepcopy(self._decode), vocab_size=target.vocab_size)
+            return wrap(PriceSpeculator(calibration, copy.deepcopy(self._decode), vocab_size=target.vocab_size))
 
         return make_engine(dataclasses.replace(self.parts, settings=settings), speculator=speculator)
 
-    def _recording(self, recorder: Recorder) -> Engine:
-        return make_engine(self.parts, self.drafters, speculator=lambda *_: recorder)
+    def _recording(self, recorder: Recorder, vocabulary: int = 0) -> Engine:
+        settings = msgspec.structs.replace(self.parts.settings, draft_vocabulary=vocabulary)
+        parts = dataclasses.replace(self.parts, settings=settings)
+        return make_engine(parts, self.drafters, speculator=lambda *_: recorder)
 
     def _sample(self, load: int) -> list[Request]:
         """A few requests with short answers, enough that all places are taken for a while."""
@@ -242,9 +259,13 @@ def group_size(load: int) -> int:
     return 2 * load if load > 1 else 1
 
 
-def _of_middles(repeats: Sequence[Sequence[float]]) -> float:
-    """Seconds in all, the middle of its repeats for every group."""
-    return max(1e-9, sum(map(statistics.median, repeats)))
+def paired(own: Sequence[Sequence[float]], first: Sequence[Sequence[float]]) -> float:
+    """Seconds in all, of groups by repeats: for every group the middle of the first choice's repeats, times the middle of how much
+    longer the own ones took than the first's of the same repeat."""
+    total = 0.0
+    for mine, others in zip(own, first, strict=True):
+        total += statistics.median(others) * statistics.median(m / max(o, 1e-9) for m, o in zip(mine, others, strict=True))
+    return max(1e-9, total)
 
 
 def known_calibration(parts: Parts) -> Calibration:

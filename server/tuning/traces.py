@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from spec.cost_table import CostTable
-from spec.tree import Proposal
+from spec.tree import NOTHING, Proposal
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,11 @@ class DraftCost:
     by_depth: Curve
     per_sequence: float = 1.0
 
+    def scaled(self, factor: float) -> DraftCost:
+        return DraftCost(
+            replace(self.by_depth, points=tuple((x, y * factor) for x, y in self.by_depth.points)), self.per_sequence
+        )
+
     def ms(self, depth: int, sequences: int) -> float:
         return self.by_depth.at(depth) * (1.0 + self.per_sequence * (sequences - 1))
 
@@ -62,14 +67,24 @@ class StepCurves:
     overhead: Curve
     cold: Curve = Curve(((1.0, 1.0),))
 
+    def at_least(self, least: StepCurves) -> StepCurves:
+        """Nowhere below the others: a step that does more does not take less, whatever was measured."""
+        return StepCurves(_higher(self.overhead, least.overhead), _higher(self.cold, least.cold))
+
+
+def _higher(a: Curve, b: Curve) -> Curve:
+    at = sorted({x for x, _ in (*a.points, *b.points)})
+    return Curve(tuple((x, max(a.at(x), b.at(x))) for x in at), a.goes_on)
+
 
 @dataclass(frozen=True, slots=True)
 class Machine:
     """Every cost of a step, in milliseconds.
 
     `decode`: T(rows, context, sequences) of scored rows. `chunk`: a pass over so many prompt tokens, of which the last is scored.
-    `chunk_per_key`: what a committed key adds to a prompt token. `plain` and `drafting`: steps without and with drafters.
-    `pages`: the factor on passes by page size.
+    `chunk_per_key`: what a committed key adds to a prompt token. `plain`: steps of an engine without drafters; `drafting` and `resting`: of one with them, with and
+    without a tree to verify (None: as plain), and `asking_ms` what a step without one costs more when drafters were asked.
+    `pages`: the factor on passes by page size. `cuts`: the factor on a drafter's milliseconds when it may say so many tokens only.
     """
 
     decode: CostTable
@@ -79,6 +94,14 @@ class Machine:
     drafts: Mapping[str, DraftCost] = field(default_factory=dict)
     pages: Mapping[int, float] = field(default_factory=dict)
     chunk_per_key: float = 0.0
+    cuts: Mapping[tuple[str, int], float] = field(default_factory=dict)
+    resting: StepCurves | None = None
+    asking_ms: float = 0.0
+
+    def cut(self, vocabulary: int) -> Machine:
+        """With drafters that may say so many tokens; those without a list of their own cost what they cost."""
+        drafts = {name: cost.scaled(self.cuts.get((name, vocabulary), 1.0)) for name, cost in self.drafts.items()}
+        return replace(self, drafts=drafts)
 
     def pass_ms(self, rows: int, context: int, sequences: int, prompt_tokens: int, prompt_context: float) -> float:
         """One pass over `rows` scored rows and `prompt_tokens` tokens of chunks whose keys so far are `prompt_context` on average."""
@@ -96,6 +119,21 @@ def depths_of(proposal: Proposal) -> list[int]:
     for parent in proposal.parents:
         depths.append(1 if parent < 0 else depths[parent] + 1)
     return depths
+
+
+def cut(trace: Trace, said: Mapping[str, Collection[int]]) -> Trace:
+    """What the drafters would have offered that can say only these tokens. Nodes below one that falls away go with it; the scores
+    of the others stay (a shorter list would raise them a little)."""
+    return replace(trace, offers=tuple({name: _within(p, said.get(name)) for name, p in each.items()} for each in trace.offers))
+
+
+def _within(proposal: Proposal, said: Collection[int] | None) -> Proposal:
+    if said is None or all(token in said for token in proposal.token_ids):
+        return proposal
+    keep: list[bool] = []
+    for token, parent in zip(proposal.token_ids, proposal.parents, strict=True):
+        keep.append(token in said and (parent < 0 or keep[parent]))
+    return kept(proposal, keep) if any(keep) else NOTHING
 
 
 def kept(proposal: Proposal, keep: Sequence[bool]) -> Proposal:

@@ -75,8 +75,14 @@ def _vocabulary(source: TensorSource, stem: str, rows: int, columns: int) -> Wei
 
 
 def _finely(weight: LayerWeight) -> LayerWeight:
-    """The same matrix, its rows of activations quantised to 16 bits where they are quantised in blocks."""
-    return dataclasses.replace(weight, activation_bits=16) if isinstance(weight, BlockWeight) else weight
+    """The same matrix, its rows of activations quantised finely where they are quantised in blocks."""
+    return _finely_together(weight)[0]
+
+
+def _finely_together(*weights: LayerWeight) -> tuple[LayerWeight, ...]:
+    """Matrices that read the same rows: 12 bits if all their codes have 4, else 16."""
+    bits = 16 if any(isinstance(w, BlockWeight) and w.bits != 4 for w in weights) else 12
+    return tuple(dataclasses.replace(w, activation_bits=bits) if isinstance(w, BlockWeight) else w for w in weights)
 
 
 def _equal(a: Weight, b: Weight) -> bool:
@@ -97,11 +103,17 @@ def _layer(config: ModelConfig, source: TensorSource, index: int) -> LayerWeight
     def vector(role: str, size: int) -> torch.Tensor:
         return _vector(source, f"{source.stem(role, index)}.weight", size)
 
+    attention_norm = vector("attention_norm", config.hidden)
+    q, k, v = _finely_together(
+        matrix("q", q_rows, config.hidden, config.qkv_bias, config.q_heads),
+        matrix("k", kv_rows, config.hidden, config.qkv_bias, config.kv_heads),
+        matrix("v", kv_rows, config.hidden, config.qkv_bias),
+    )
     return LayerWeights(
-        attention_norm=vector("attention_norm", config.hidden),
-        q=_finely(matrix("q", q_rows, config.hidden, config.qkv_bias, config.q_heads)),
-        k=_finely(matrix("k", kv_rows, config.hidden, config.qkv_bias, config.kv_heads)),
-        v=_finely(matrix("v", kv_rows, config.hidden, config.qkv_bias)),
+        attention_norm=attention_norm,
+        q=q,
+        k=k,
+        v=v,
         o=_finely(matrix("o", config.hidden, q_rows, config.o_bias)),
         mlp_norm=vector("mlp_norm", config.hidden),
         gate=matrix("gate", config.intermediate, config.hidden, config.mlp_bias),

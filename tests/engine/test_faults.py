@@ -77,6 +77,10 @@ class Faulty(ScriptDrafter):
         self._maybe("close")
         super().close(seq_id)
 
+    def hopes(self, views: Sequence[SequenceView]) -> list[int]:
+        self._maybe("hopes")
+        return list(range(len(views)))
+
     def propose(self, views: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[Proposal]:
         self._maybe("propose")
         return super().propose(views, budgets)
@@ -85,7 +89,7 @@ class Faulty(ScriptDrafter):
         self._maybe("observe")
 
 
-@pytest.mark.parametrize("method", ["open", "propose", "observe", "close"])
+@pytest.mark.parametrize("method", ["open", "hopes", "propose", "observe", "close"])
 def test_a_drafter_that_raises_costs_speed_only(method: str, caplog: pytest.LogCaptureFixture) -> None:
     faulty = Faulty(method)
     good = ScriptDrafter(truth(), SHAPES["chain"], name="good")
@@ -123,6 +127,40 @@ GARBAGE = {
     "too deep": Proposal((1,) * 14, tuple(range(-1, 13)), (0.5,) * 14, (0,) * 14),
     "probs": Proposal((1, 2), (-1, -1), (0.5, 0.5), (0, 1), (DraftProbs(torch.tensor([1]), torch.tensor([1.0])),)),
 }
+
+
+class Hopeful(ScriptDrafter):
+    """Has hope for some sequences only."""
+
+    def __init__(self, name: str, wanted: Sequence[int]) -> None:
+        super().__init__(truth(), SHAPES["chain"], name=name)
+        self.wanted = wanted
+        self.asked: set[int] = set()
+
+    def hopes(self, views: Sequence[SequenceView]) -> list[int]:
+        return [i for i, view in enumerate(views) if view.seq_id in self.wanted]
+
+    def propose(self, views: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[Proposal]:
+        self.asked |= {view.seq_id for view in views}
+        return super().propose(views, budgets)
+
+
+@pytest.mark.parametrize(("wanted", "other"), [((), ()), ((1,), ()), ((), (1,)), ((0,), (1,))])
+def test_only_sequences_with_hope_are_asked_about(wanted: tuple[int, ...], other: tuple[int, ...]) -> None:
+    one, two = Hopeful("one", wanted), Hopeful("two", other)
+    engine = make_engine(decoder(), [one, two])
+    answers = run(engine, [greedy_request(i, p, COUNT) for i, p in enumerate(PROMPTS)])
+    assert [tuple(answers[i].token_ids) for i in (0, 1)] == [golden(p) for p in PROMPTS]
+    assert one.asked == two.asked == {*wanted, *other}
+    assert {i for i in (0, 1) if answers[i].drafted} == {*wanted, *other}
+
+
+def test_a_drafter_that_cannot_tell_is_always_asked() -> None:
+    silent, plain = Hopeful("silent", ()), ScriptDrafter(truth(), SHAPES["chain"], name="plain")
+    engine = make_engine(decoder(), [silent, plain])
+    answers = run(engine, [greedy_request(i, p, COUNT) for i, p in enumerate(PROMPTS)])
+    assert all(answers[i].accepted > 0 for i in (0, 1))
+    assert silent.asked == {0, 1}
 
 
 class Garbage(ScriptDrafter):

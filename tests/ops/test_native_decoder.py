@@ -14,6 +14,9 @@ from toy import Row, greedy, new_store, quantized, rand_weights, step_inputs, sw
 from kernels.decoder import DecoderShape, DecoderWeights
 from kernels.decoder.reference import ReferenceDecoder
 from kernels.native import NativeError, load
+from spec.inputs import build_inputs, pack_inputs
+from spec.plan import PlanRow
+from spec.tree import EMPTY_TREE, DraftTree
 
 LIBRARY = load()
 if LIBRARY is None:
@@ -176,3 +179,25 @@ def test_a_forked_child_computes_with_threads_of_its_own() -> None:
         assert answer.read() == "True"
     os.waitpid(pid, 0)
     assert greedy(decoder, [1, 2, 3], 4) == want
+
+
+def test_a_pass_from_plain_buffers_is_the_forward() -> None:
+    """Over passes of many sizes, which share their buffers; and NaN among the values is noticed."""
+    shape, weights = model("plain")
+    decoder = NativeDecoder(shape, weights, 2)
+    mine, theirs = new_store(shape, 8, 4), new_store(shape, 8, 4)
+    run = decoder.over(mine)
+    pages, text = list(range(8)), [(i * 7919) % shape.vocab_size for i in range(24)]
+    tree = DraftTree((5, 6, 7), (-1, -1, 0))
+    for start, count, drafted, need_logits in ((0, 9, EMPTY_TREE, False), (9, 1, tree, True), (10, 1, EMPTY_TREE, False)):
+        row = PlanRow(1, start, text[start : start + count], pages, scored=True, decoding=count == 1)
+        wanted = decoder.forward(build_inputs([row], [drafted], 4, torch.device("cpu")), theirs, need_logits)
+        argmax, logits, hidden, finite = run(pack_inputs([row], [drafted], 4), need_logits)
+        assert argmax == wanted.argmax.tolist()
+        assert torch.equal(hidden, wanted.hidden)
+        assert (logits is None) == (wanted.logits is None)
+        assert logits is None or torch.equal(logits, wanted.logits)  # type: ignore[arg-type]
+        assert finite
+    mine.v[0, 0] = float("nan")
+    row = PlanRow(1, 11, [text[11]], pages, scored=True, decoding=True)
+    assert run(pack_inputs([row], [EMPTY_TREE], 4), False)[3] is False

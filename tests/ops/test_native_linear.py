@@ -23,6 +23,7 @@ FUSED = 2e-5
 # A float32 sum of `in` <= 600 products of unit size is off by at most about in * 2^-24.
 FLOAT32_SUM = 1e-4
 
+ROW_BITS = {"fine": 12, "wide": 16}
 SIZES = [(1, 32), (7, 96), (16, 64), (131, 192), (40, 576)]
 
 
@@ -31,10 +32,10 @@ def random(*size: int, seed: int = 0) -> torch.Tensor:
 
 
 def blocks(out: int, into: int, form: str) -> BlockWeight:
-    """4 and 8 bits, each with free minimums and with minimums that are a constant times the scale; rows of 8 or 16 bits."""
+    """4 and 8 bits, each with free minimums and with minimums that are a constant times the scale; rows of 8, 12 or 16 bits."""
     dense = DenseWeight(random(out, into))
-    weight = replace(quantize(dense, int(form[0])), activation_bits=16 if form.endswith("wide") else 8)
-    form = form.removesuffix(" wide")
+    weight = replace(quantize(dense, int(form[0])), activation_bits=ROW_BITS.get(form.rsplit(" ")[-1], 8))
+    form = form.removesuffix(" fine").removesuffix(" wide")
     if form == "4 offset":
         return replace(weight, minimum=(weight.scale.float() * -8).half())
     if form == "8 free":
@@ -42,7 +43,7 @@ def blocks(out: int, into: int, form: str) -> BlockWeight:
     return weight
 
 
-FORMS = ["4", "4 offset", "8", "8 free", "4 wide", "4 offset wide", "8 wide", "8 free wide"]
+FORMS = ["4", "4 offset", "8", "8 free", "4 fine", "4 offset fine", "4 wide", "4 offset wide", "8 wide", "8 free wide"]
 
 
 @pytest.mark.parametrize("isa", LIBRARY.isas)

@@ -23,7 +23,7 @@ def random(*size: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*size, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("activation_bits", [8, 16])
+@pytest.mark.parametrize("activation_bits", [8, 12, 16])
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize(("rows", "out", "into"), [(1, 131, 96), (5, 64, 320), (64, 70, 64), (65, 3, 32)])
 def test_block_weights_equal_the_reference(bits: int, rows: int, out: int, into: int, activation_bits: int) -> None:

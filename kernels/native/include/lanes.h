@@ -13,6 +13,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #ifndef FS_ISA
 #error "FS_ISA must name the instruction set"
@@ -29,6 +30,20 @@
 namespace fs::FS_ISA {
 
 constexpr int kLanes = 16;
+
+// (prefetch is always inlined: the compiler takes a function of nothing but prefetches for one without effects and drops its calls.)
+//
+// fn(0) .. fn(N - 1), unrolled before the compiler decides what lives in registers: an array that is indexed so, in functions that are all
+// inlined, becomes registers. (A loop that is unrolled later leaves it in memory, written and read again around every asm statement.)
+#define FS_INLINE inline __attribute__((always_inline))
+template <class Fn, int... R>
+FS_INLINE void each_of(std::integer_sequence<int, R...>, Fn&& fn) {
+    (fn(std::integral_constant<int, R>{}), ...);
+}
+template <int N, class Fn>
+FS_INLINE void each(Fn&& fn) {
+    each_of(std::make_integer_sequence<int, N>{}, fn);
+}
 
 inline F bcast(const float* p) { return set1(*p); }
 

@@ -77,6 +77,7 @@ inline void store(int32_t* p, I x) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 8), x.b);
 }
 inline I add(I x, I y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
+inline I times16(I x) { return {_mm256_slli_epi32(x.a, 4), _mm256_slli_epi32(x.b, 4)}; }
 inline I times255(I x) {
     return {_mm256_sub_epi32(_mm256_slli_epi32(x.a, 8), x.a), _mm256_sub_epi32(_mm256_slli_epi32(x.b, 8), x.b)};
 }
@@ -133,6 +134,33 @@ inline __m256i bcast4(const int8_t* q) {
     int32_t word;
     __builtin_memcpy(&word, q, 4);
     return _mm256_set1_epi32(word);
+}
+
+// Lane i = the largest, or the sum, of the lanes of v[i].
+inline F reduce_max16(const F (&v)[16]) {
+    alignas(64) float out[16];
+    for (int i = 0; i < 16; ++i) out[i] = reduce_max(v[i]);
+    return load(out);
+}
+inline I reduce_add16(const I (&v)[16]) {
+    alignas(64) int32_t out[16];
+    for (int i = 0; i < 16; ++i) out[i] = reduce_add(v[i]);
+    return load(out);
+}
+// 32 codes as bytes, and 32 codes of 12 bits as high and low bytes: q = 16 * high + low.
+inline void store_codes8(int8_t* codes, I a, I b) {
+    store_int8(codes, a);
+    store_int8(codes + 16, b);
+}
+inline void store_codes12(int8_t* high, int8_t* low, I a, I b) {
+    alignas(64) int32_t q[32];
+    store(q, a);
+    store(q + 16, b);
+    for (int i = 0; i < 32; ++i) {
+        const int32_t h = (q[i] + 8) >> 4;
+        high[i] = static_cast<int8_t>(h);
+        low[i] = static_cast<int8_t>(q[i] - 16 * h);
+    }
 }
 
 // Sixteen float64 sums.
@@ -199,7 +227,7 @@ inline void dot_bytes(const Codes& w, const int8_t* q, I* s) {
     for (int r = 0; r < R; ++r) s[r] = dot_bytes_row(w, q + Step * r, s[r]);
 }
 
-inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
-inline void prefetch_far(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
+inline __attribute__((always_inline)) void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+inline __attribute__((always_inline)) void prefetch_far(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 
 }  // namespace fs::FS_ISA

@@ -48,6 +48,7 @@ inline I iota() { return {_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11
 inline I load(const int32_t* p) { return {_mm512_loadu_si512(p)}; }
 inline void store(int32_t* p, I x) { _mm512_storeu_si512(p, x.v); }
 inline I add(I a, I b) { return {_mm512_add_epi32(a.v, b.v)}; }
+inline I times16(I a) { return {_mm512_slli_epi32(a.v, 4)}; }
 inline I times255(I a) { return {_mm512_sub_epi32(_mm512_slli_epi32(a.v, 8), a.v)}; }
 inline F to_float(I a) { return {_mm512_cvtepi32_ps(a.v)}; }
 inline I round_int(F a) { return {_mm512_cvtps_epi32(a.v)}; }  // to nearest, ties to even
@@ -70,6 +71,45 @@ inline float reduce_add(F a) {
 }
 inline float reduce_max(F a) { return _mm512_reduce_max_ps(a.v); }
 inline int32_t reduce_add(I a) { return _mm512_reduce_add_epi32(a.v); }
+
+// Lane i = the largest, or the sum, of the lanes of v[i].
+template <class Op>
+inline __m512 fold16(const __m512 (&v)[16], Op op) {
+    __m512 pairs[8], fours[4];
+    for (int i = 0; i < 8; ++i) pairs[i] = op(_mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]), _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]));
+    for (int i = 0; i < 4; ++i) {
+        const __m512d a = _mm512_castps_pd(pairs[2 * i]), b = _mm512_castps_pd(pairs[2 * i + 1]);
+        fours[i] = op(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+    }
+    const auto quarters = [&](__m512 a, __m512 b) { return op(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xDD)); };
+    return quarters(quarters(fours[0], fours[1]), quarters(fours[2], fours[3]));
+}
+inline F reduce_max16(const F (&v)[16]) {
+    __m512 raw[16];
+    for (int i = 0; i < 16; ++i) raw[i] = v[i].v;
+    return {fold16(raw, [](__m512 a, __m512 b) { return _mm512_max_ps(a, b); })};
+}
+inline I reduce_add16(const I (&v)[16]) {
+    __m512 raw[16];
+    for (int i = 0; i < 16; ++i) raw[i] = _mm512_castsi512_ps(v[i].v);
+    const auto sum = [](__m512 a, __m512 b) { return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(a), _mm512_castps_si512(b))); };
+    return {_mm512_castps_si512(fold16(raw, sum))};
+}
+
+// 32 codes as bytes, and 32 codes of 12 bits as high and low bytes: q = 16 * high + low.
+inline __m512i int16_pair(I a, I b) {
+    const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
+    return _mm512_permutexvar_epi64(order, _mm512_packs_epi32(a.v, b.v));
+}
+inline void store_codes8(int8_t* codes, I a, I b) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes), _mm512_cvtepi16_epi8(int16_pair(a, b)));
+}
+inline void store_codes12(int8_t* high, int8_t* low, I a, I b) {
+    const __m512i q = int16_pair(a, b);
+    const __m512i h = _mm512_srai_epi16(_mm512_add_epi16(q, _mm512_set1_epi16(8)), 4);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(high), _mm512_cvtepi16_epi8(h));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(low), _mm512_cvtepi16_epi8(_mm512_sub_epi16(q, _mm512_slli_epi16(h, 4))));
+}
 
 inline __m512i bcast4(const int8_t* q) {
     int32_t word;
@@ -126,7 +166,7 @@ inline void dot_bytes(const Codes& w, const int8_t* q, I* s) {
     dot_codes<R, Step>(w, q, s);
 }
 
-inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
-inline void prefetch_far(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
+inline __attribute__((always_inline)) void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+inline __attribute__((always_inline)) void prefetch_far(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 
 }  // namespace fs::FS_ISA

@@ -77,6 +77,7 @@ inline I iota() { FS_I(i); }
 inline I load(const int32_t* p) { FS_I(p[i]); }
 inline void store(int32_t* p, I x) { FS_EACH p[i] = x.v[i]; }
 inline I add(I a, I b) { FS_I(a.v[i] + b.v[i]); }
+inline I times16(I a) { FS_I(16 * a.v[i]); }
 inline I times255(I a) { FS_I(255 * a.v[i]); }
 inline F to_float(I a) { FS_F(static_cast<float>(a.v[i])); }
 inline I round_int(F a) { FS_I(static_cast<int32_t>(std::nearbyintf(a.v[i]))); }
@@ -119,6 +120,33 @@ inline int32_t reduce_add(I a) {
     int32_t sum = 0;
     FS_EACH sum += a.v[i];
     return sum;
+}
+
+// Lane i = the largest, or the sum, of the lanes of v[i].
+inline F reduce_max16(const F (&v)[16]) {
+    alignas(64) float out[16];
+    for (int i = 0; i < 16; ++i) out[i] = reduce_max(v[i]);
+    return load(out);
+}
+inline I reduce_add16(const I (&v)[16]) {
+    alignas(64) int32_t out[16];
+    for (int i = 0; i < 16; ++i) out[i] = reduce_add(v[i]);
+    return load(out);
+}
+// 32 codes as bytes, and 32 codes of 12 bits as high and low bytes: q = 16 * high + low.
+inline void store_codes8(int8_t* codes, I a, I b) {
+    store_int8(codes, a);
+    store_int8(codes + 16, b);
+}
+inline void store_codes12(int8_t* high, int8_t* low, I a, I b) {
+    alignas(64) int32_t q[32];
+    store(q, a);
+    store(q + 16, b);
+    for (int i = 0; i < 32; ++i) {
+        const int32_t h = (q[i] + 8) >> 4;
+        high[i] = static_cast<int8_t>(h);
+        low[i] = static_cast<int8_t>(q[i] - 16 * h);
+    }
 }
 
 // Sixteen float64 sums.
@@ -165,8 +193,8 @@ inline void dot_bytes(const Codes& w, const int8_t* q, I* s) {
     dot_codes<R, Step>(w, q, s);
 }
 
-inline void prefetch(const void* p) { __builtin_prefetch(p); }
-inline void prefetch_far(const void* p) { __builtin_prefetch(p, 0, 2); }
+inline __attribute__((always_inline)) void prefetch(const void* p) { __builtin_prefetch(p); }
+inline __attribute__((always_inline)) void prefetch_far(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 #undef FS_EACH
 #undef FS_F

@@ -33,6 +33,19 @@ template <int Tile>
 inline void tile_store(void* base, size_t stride) {
     asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(base), "r"(stride), "i"(Tile) : "memory");
 }
+// The same for lines of 64 bytes behind each other. They name the bytes they touch, so that the compiler keeps everything else where it is:
+// sums that live in registers stay there.
+struct __attribute__((may_alias)) TileBytes {
+    char bytes[1024];
+};
+template <int Tile>
+inline void tile_load(const void* base) {
+    asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(base), "r"(size_t{64}), "i"(Tile), "m"(*static_cast<const TileBytes*>(base)));
+}
+template <int Tile>
+inline void tile_store(void* base) {
+    asm volatile("tilestored %%tmm%c2, (%1,%3,1)" : "+m"(*static_cast<TileBytes*>(base)) : "r"(base), "i"(Tile), "r"(size_t{64}));
+}
 template <int Tile>
 inline void tile_zero() {
     asm volatile("tilezero %%tmm%c0" ::"i"(Tile));

@@ -22,10 +22,16 @@ namespace fs {
 
 enum class Kind : int32_t { Q4Min, Q4Offset, Q8Min, Q8Offset, F32, F16, BF16 };
 
+// How finely rows are quantised: one byte an input, or two parts of a byte each.
+enum class Fine : int32_t { Bits8, Bits12, Bits16 };
+constexpr bool in_parts(Fine fine) { return fine != Fine::Bits8; }
+
 constexpr int kTile = 16;
 constexpr int kBlock = 32;
 
 inline bool is_quantised(Kind kind) { return kind <= Kind::Q8Offset; }
+template <Kind K>
+constexpr Fine kMiddle = K <= Kind::Q4Offset ? Fine::Bits12 : Fine::Bits16;  // there are no 12 bits for weights of 8
 constexpr size_t code_bytes(Kind kind) { return kind <= Kind::Q4Offset ? 256 : 512; }
 constexpr size_t record_bytes(Kind kind) {
     return 2 * code_bytes(kind) + 64 + (kind == Kind::Q4Min ? 64 : (kind == Kind::Q8Min ? 128 : 0));
@@ -37,7 +43,7 @@ struct Packed {
     int in = 0;
     int tiles = 0;
     int pairs = 0;          // records of a quantised tile
-    bool wide = false;      // rows are quantised to 16 bits
+    Fine fine = Fine::Bits8;
     size_t tile_bytes = 0;
     uint8_t* data = nullptr;  // [tiles][tile_bytes], owned by an Arena
     std::vector<float> bias;  // [tiles * 16] or empty
