@@ -159,8 +159,8 @@ def test_confirmed_times_are_measured_by_the_first_choice_s_clock() -> None:
 def test_steps_with_drafters_never_take_less_than_plain_ones() -> None:
     plain = StepCurves(Curve(((1.0, 0.5), (2.0, 0.6))), Curve(((1.0, 1.0), (4.0, 2.0)), goes_on=False))
     found = StepCurves(Curve(((1.0, 0.2), (2.0, 0.9))), Curve(((1.0, 1.5),), goes_on=False)).at_least(plain)
-    assert [found.overhead.at(n) for n in (1, 2)] == [0.5, 0.9]
-    assert [found.cold.at(n) for n in (1, 4, 8)] == [1.5, 2.0, 2.0]
+    assert [found.overhead.at(n) for n in (1, 2)] == pytest.approx([0.5, 0.9])
+    assert [found.cold.at(n) for n in (1, 4, 8)] == pytest.approx([1.5, 2.0, 2.0])
 
 
 def test_every_turn_counts_at_the_pace_of_its_plain_steps() -> None:

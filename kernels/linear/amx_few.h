@@ -52,17 +52,17 @@ inline void few_image(const uint8_t* act, int in, int n, Fine fine, uint8_t* ima
 #if defined(FS_AMX)
 
 // Lines of one product: all of a pair's where they fit into a tile, else those of one block.
-constexpr int few_tile_rows(int n, Fine fine) { return fine == Fine::Bits12 ? n : (in_parts(fine) && n <= 4 ? 4 * n : 2 * n); }
+constexpr int few_tile_rows(int n, Fine fine) { return in_parts(fine) && n <= 4 ? 4 * n : 2 * n; }
 
 // Tiles 0, 1 and 6, 7: sums. 2, 3: activations. 4, 5: weights (16 rows of 16 x 4 bytes: two blocks).
 inline void few_configure(int n, Fine fine) {
+    if (fine == Fine::Bits12) return amx_configure_linear(fine, n);
     TileShapes shapes;
     for (int tile : {0, 1, 2, 3, 6, 7}) shapes.set(tile, few_tile_rows(n, fine), 64);
     for (int tile : {4, 5}) shapes.set(tile, 16, 64);
     amx_configure(shapes);
 }
 
-constexpr int kAhead = 3, kRing = 4;  // pairs
 constexpr size_t kPairBytes = 2 * kUnpackedBlock;
 
 // A pair's sums: [block][high, low][n] lines of 16. `Odd`: pairs take turns with two sets of tiles.
@@ -94,51 +94,6 @@ FS_INLINE void few_float_part(const uint8_t* scale, const uint8_t* minimum, cons
         acc[r] = fma(mul(d, set1(scales[r])), to_float(dot), acc[r]);
         if constexpr (K == Kind::Q4Min || K == Kind::Q8Min) acc[r] = fma(m, set1(scales[N + r]), acc[r]);
     });
-}
-
-// Rows of 12 bits: a block is one product of the rows as they lie and 16 times the codes above the codes.
-template <Kind K, int N, bool Odd>
-FS_INLINE void few_block(const uint8_t* rows, const uint8_t* codes, int32_t* sums) {
-    tile_zero<Odd>();
-    tile_load<2 + Odd>(rows);
-    tile_load<4 + Odd>(codes);
-    tile_dot<Odd, 2 + Odd, 4 + Odd, unpacks_unsigned(K, Fine::Bits12)>();
-    tile_store<Odd>(sums);
-}
-
-template <Kind K, int N>
-void few_tile_fine(const uint8_t* w, int pairs, const uint8_t* group, F* out) {
-    constexpr size_t record = record_bytes(K), minimum_bytes = K == Kind::Q8Min ? 64 : 32, block_bytes = unpacked_block(Fine::Bits12);
-    alignas(64) uint8_t ring[kRing * 2 * block_bytes];
-    alignas(64) int32_t even[256], odd[256];
-    F acc[N];
-    each<N>([&](auto r) __attribute__((always_inline)) { acc[r] = zero(); });
-    const auto unpack = [&](int p) __attribute__((always_inline)) {
-        if (p >= pairs) return;
-        uint8_t* slot = ring + static_cast<size_t>(p % kRing) * 2 * block_bytes;
-        const uint8_t* from = w + static_cast<size_t>(p) * record;
-        unpack_block<K, Fine::Bits12>(from, slot);
-        unpack_block<K, Fine::Bits12>(from + code_bytes(K), slot + block_bytes);
-    };
-    const auto rows_of = [&](int block) { return group + static_cast<size_t>(block) * kActRecord; };
-    const auto codes_of = [&](int block) { return ring + static_cast<size_t>(block % (2 * kRing)) * block_bytes; };
-    for (int p = 0; p < kAhead; ++p) unpack(p);
-    few_block<K, N, false>(rows_of(0), codes_of(0), even);
-    for (int p = 0; p < pairs; ++p) {
-        const uint8_t* here = w + static_cast<size_t>(p) * record;
-        const uint8_t *scale = here + 2 * code_bytes(K), *fields = rows_of(2 * p) + kActFields;
-#pragma GCC unroll 20
-        for (size_t line = 0; line < record; line += 64) {
-            prefetch_far(here + kPrefetchFar + line);
-            prefetch(here + kPrefetchNear + kAhead * record + line);
-        }
-        few_block<K, N, true>(rows_of(2 * p + 1), codes_of(2 * p + 1), odd);
-        unpack(p + kAhead);
-        amx_float_part<K, Fine::Bits12, N>(scale, scale + 64, fields, even, acc);
-        if (p + 1 < pairs) few_block<K, N, false>(rows_of(2 * p + 2), codes_of(2 * p + 2), even);
-        amx_float_part<K, Fine::Bits12, N>(scale + 32, scale + 64 + minimum_bytes, fields + kActRecord, odd, acc);
-    }
-    each<N>([&](auto r) __attribute__((always_inline)) { out[r] = acc[r]; });
 }
 
 template <Kind K>
@@ -198,6 +153,13 @@ inline void few_tile_of(const Packed& w, int tile, const uint8_t* image, int n, 
         case 7: few_tile<K, 7, A>(w.tile(tile), w.pairs, image, out); break;
         default: few_tile<K, 8, A>(w.tile(tile), w.pairs, image, out); break;
     }
+}
+
+// Rows of 12 bits are multiplied as they lie, block by block.
+template <Kind K, int N>
+inline void few_tile_fine(const uint8_t* w, int pairs, const uint8_t* group, F* out) {
+    alignas(64) uint8_t ring[kRing * 2 * unpacked_block(Fine::Bits12)];
+    amx_tile_as<K, Fine::Bits12, N, true>(w, {ring, kRing - 1}, pairs, group, out);
 }
 
 template <Kind K>

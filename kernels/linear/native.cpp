@@ -207,35 +207,27 @@ inline void linear_tiles_plain(const Packed& a, const Packed* b, const Rows& x, 
 }
 
 #if defined(FS_AMX)
-constexpr int kMatrixRows = 16;  // fewer rows are faster on the vector unit,
-constexpr int kMatrixTail = 12;  // and so are fewer rows in the last group
+constexpr int kMatrixRows = kFewRows + 1;
+constexpr int kGroupsAtOnce = 16;  // their rows stay in the second-level cache while the tiles pass by
 
-// Tiles are unpacked a batch at a time and used for all groups of rows: what the second-level cache holds when there are many groups,
-// what the first holds when there are one or two.
 template <class Sink>
 inline void linear_tiles_amx(const Packed& a, const Packed* b, const Rows& x, int n, int begin, int end, LinearScratch& scratch, Sink&& sink) {
     const size_t size_a = unpacked_bytes(a), size_b = b != nullptr ? unpacked_bytes(*b) : 0;
-    const size_t room = size_t{n > 2 * kGroup ? 256u : 20u} << 10;
-    const int batch = std::max(1, static_cast<int>(room / (size_a + size_b)));
-    const int whole = n % kGroup >= kMatrixTail ? n : n / kGroup * kGroup;  // rows for the matrix unit
-    grow(scratch.codes, static_cast<size_t>(batch) * (size_a + size_b));
+    const int mask = n <= kGroup ? kRing - 1 : kWhole;
+    grow(scratch.codes, size_a + size_b);
+    const Unpacked codes_a{scratch.codes.data(), mask}, codes_b{scratch.codes.data() + size_a, mask};
     F first[kGroup], second[kGroup];
     amx_configure_linear(a.fine);
-    for (int from = begin; from < end; from += batch) {
-        const int to = std::min(from + batch, end);
-        const auto codes = [&](int tile) { return scratch.codes.data() + static_cast<size_t>(tile - from) * (size_a + size_b); };
-        for (int tile = from; tile < to; ++tile) {
-            unpack_tile(a, tile, codes(tile));
-            if (b != nullptr) unpack_tile(*b, tile, codes(tile) + size_a);
-        }
-        for (int row = 0; row < whole; row += kGroup) {
-            const int rows = std::min(kGroup, n - row);
-            const uint8_t* group = x.quantised + x.group_bytes * static_cast<size_t>(row / kGroup);
-            for (int tile = from; tile < to; ++tile) {
-                amx_tile(a, tile, codes(tile), group, first);
+    for (int from = 0; from < n; from += kGroupsAtOnce * kGroup) {
+        const int to = std::min(from + kGroupsAtOnce * kGroup, n);
+        for (int tile = begin; tile < end; ++tile) {
+            for (int row = from; row < to; row += kGroup) {
+                const int rows = std::min(kGroup, n - row);
+                const uint8_t* group = x.quantised + x.group_bytes * static_cast<size_t>(row / kGroup);
+                amx_tile(a, tile, codes_a, row == from, group, rows, first);
                 add_bias(a, tile, rows, first);
                 if (b != nullptr) {
-                    amx_tile(*b, tile, codes(tile) + size_a, group, second);
+                    amx_tile(*b, tile, codes_b, row == from, group, rows, second);
                     add_bias(*b, tile, rows, second);
                 }
                 sink(tile, row, rows, first, second);
@@ -243,10 +235,6 @@ inline void linear_tiles_amx(const Packed& a, const Packed* b, const Rows& x, in
         }
     }
     amx_release();
-    if (whole == n) return;
-    Rows rest = x;
-    rest.quantised += x.group_bytes * static_cast<size_t>(whole / kGroup);
-    linear_tiles_plain(a, b, rest, n - whole, begin, end, [&](int tile, int row, int rows, F* u, F* v) { sink(tile, whole + row, rows, u, v); });
 }
 #endif
 

@@ -117,14 +117,16 @@ class Session:
         for number in range(self.effort.rounds):
             for load in sorted({1, *self.loads}):
                 note(f"timing steps, {load} at once, {number + 1} of {self.effort.rounds}")
+                plain, (engine, watched) = make_engine(self.parts, "none"), self._watched()
                 few = self._sample(load)
-                turns.append(turn := Turn(load))
-                turn.plain += metered(make_engine(self.parts, "none"), self._fresh(few), load).costs
-                engine, watched = self._watched()
-                turn.drafting += metered(engine, self._fresh(few), load, watched=watched).costs
-                turn.drafts += self._drafted(few, load)
-                for size in sizes if load == 1 else ():
-                    turn.cut[size] = self._drafted(few[:2], load, size)
+                for start in range(0, len(few), load):  # a turn is short, so that the machine has little time to change
+                    group = few[start : start + load]
+                    turns.append(turn := Turn(load))
+                    turn.plain += metered(plain, self._fresh(group), load).costs
+                    turn.drafting += metered(engine, self._fresh(group), load, watched=watched).costs
+                    turn.drafts += self._drafted(group, load)
+                    for size in sizes if load == 1 and start < 2 else ():
+                        turn.cut[size] = self._drafted(group, load, size)
         context = statistics.mean(len(r.prompt_ids) + min(SAMPLE_TOKENS, r.sampling.max_tokens) / 2 for r in self.requests)
         level = StepCurves(Curve(((1.0, 0.0),)))
         machine = Machine(decode, chunk, level, level, pages=pages, chunk_per_key=per_key)
