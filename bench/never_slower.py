@@ -214,7 +214,7 @@ def _run(args: argparse.Namespace) -> int:
                     ]
                     pair = race(plain, drafting, mine, load, number % 2)
                     found[category][load].append(pair)
-                    progress.console.print(f"{load:>3} at once  {category:<16} {pair.line}", highlight=False)
+                    print(f"{load:>3} at once  {category:<16} {pair.line}", flush=True)
                     progress.advance(task)
     return _report(table_console(), args, found)
 
