@@ -22,6 +22,9 @@ class Limits:
     stop_token_ids: int = 64
     bad_words: int = 64
     top_logprobs: int = 20
+    prompt_scores: int = (
+        2**20
+    )  # log probabilities of prompt tokens in one answer, alternatives included: what it holds in memory
     tools: int = 64
     depth: int = 64  # nesting of JSON values
     id_chars: int = 128

@@ -189,6 +189,8 @@ async def completions(request: Request) -> Response:
         )
     echoes: list[str] = []
     if body.echo:
+        if top is not None:
+            openai_types.check_prompt_scores(sum(len(p.prompt_ids) * p.n for p in prepared), top, service.limits)
         texts = [p if isinstance(p, str) else await service.text_of(p) for p in prompts]
         echoes = [text for text in texts for _ in range(prepared[0].n)]
     answer = begin(service, prepared)

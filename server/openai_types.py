@@ -108,3 +108,11 @@ def check_completion(request: CompletionRequest) -> None:
         raise invalid("suffix", "suffix is not supported by this model", code="unsupported_parameter")
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise invalid("best_of", "best_of must be absent or equal to n", code="unsupported_parameter")
+
+
+def check_prompt_scores(tokens: int, top: int, limits: Limits) -> None:
+    """Refuse an answer that would hold too many log probabilities of prompts. `tokens`: of all prompts, once per choice."""
+    asked = tokens * (1 + top)
+    if asked > limits.prompt_scores:
+        message = f"echo with logprobs asks for {asked} log probabilities of prompt tokens, {top} alternatives each included"
+        raise invalid("logprobs", f"{message}; at most {limits.prompt_scores} are allowed in one request")

@@ -5,14 +5,16 @@ from __future__ import annotations
 import gc
 import os
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
 from invariance import alone, check_invariance
-from toy import Row, greedy, new_store, quantized, rand_weights, step_inputs, swapped
+from toy import Row, greedy, new_store, quantize, quantized, rand_weights, step_inputs, swapped
 
 from kernels.decoder import DecoderShape, DecoderWeights
 from kernels.decoder.reference import ReferenceDecoder
+from kernels.linear import BlockWeight, Weight
 from kernels.native import NativeError, load
 from spec.inputs import build_inputs, pack_inputs
 from spec.plan import PlanRow
@@ -27,6 +29,8 @@ from kernels.kv_slots.native import move  # noqa: E402
 
 # Three layers of float32 sums in another order, relative to the largest value.
 FLOAT32_LAYERS = 1e-5
+# The same where rows are quantised: another last bit of a value may round to the next of 255 codes.
+CODES_ROUNDED = 0.02
 
 VARIANTS: dict[str, dict[str, object]] = {
     "plain": {},
@@ -110,6 +114,47 @@ def test_threads_and_instruction_sets_agree_bit_for_bit(bits: int | None) -> Non
         assert torch.equal(got[1], want[1]), (threads, isa)
 
 
+def mixed_forms() -> tuple[DecoderShape, DecoderWeights]:
+    """Every form of matrix beside every other that may read the same rows: 4 and 8 bits, with minimums and without, dense ones; rows of
+    8, 12 and 16 bits; an odd number of blocks; a vocabulary of 4 bits."""
+    shape, weights = rand_weights(3, hidden=96, intermediate=160, layers=3, vocab=67, q_heads=3, kv_heads=1, head_dim=32)
+
+    def coded(weight: Weight, bits: int, row_bits: int, offset: bool = False) -> BlockWeight:
+        found = replace(quantize(weight, bits), activation_bits=row_bits)
+        if bits == 4:
+            return replace(found, minimum=(found.scale.float() * -8).half()) if offset else found
+        return found if offset else replace(found, minimum=found.minimum + 0.01)
+
+    a, b, c = weights.layers
+    a = replace(
+        a, q=coded(a.q, 4, 12), k=coded(a.k, 4, 12, True), v=coded(a.v, 4, 12), o=coded(a.o, 4, 12, True),
+        gate=coded(a.gate, 4, 8), up=coded(a.up, 8, 8, True), down=coded(a.down, 4, 12),
+    )  # fmt: skip
+    b = replace(
+        b, q=coded(b.q, 4, 16), k=coded(b.k, 8, 16, True), v=coded(b.v, 8, 16), o=coded(b.o, 8, 16),
+        gate=coded(b.gate, 8, 8), up=coded(b.up, 4, 8, True), down=coded(b.down, 8, 16, True),
+    )  # fmt: skip
+    c = replace(c, q=coded(c.q, 4, 12), v=coded(c.v, 4, 12, True), gate=coded(c.gate, 4, 12), down=coded(c.down, 4, 8))
+    head = coded(weights.lm_head, 4, 12)
+    return shape, replace(weights, layers=(a, b, c), lm_head=head, embedding=head)
+
+
+def test_mixed_forms_are_the_reference_and_their_bits_never_move() -> None:
+    shape, weights = mixed_forms()
+    text = [(i * 37) % shape.vocab_size for i in range(64)]
+    hidden, logits = alone(NativeDecoder(shape, weights, 1), text)
+    for ours, theirs in zip((hidden, logits), alone(ReferenceDecoder(shape, weights), text), strict=True):
+        assert float((ours - theirs).abs().max() / theirs.abs().max()) < CODES_ROUNDED
+    for threads, isa in [(3, None), *((2, isa) for isa in LIBRARY.isas)]:
+        decoder = NativeDecoder(shape, weights, threads, isa=isa)
+        for rows in (1, 2, 4, 5, 8, 9, 12, 13, 16, 17, 33, 64):
+            inputs = step_inputs([Row(text[:rows], range(9), 0)], 16)
+            out = decoder.forward(inputs, new_store(shape, 9, fill=float("nan")), need_logits=True)
+            assert out.logits is not None
+            assert torch.equal(out.logits, logits[:rows]), (threads, isa, rows)
+            assert torch.equal(out.hidden, hidden[:rows]), (threads, isa, rows)
+
+
 def test_scores_only_where_asked() -> None:
     shape, weights = rand_weights(7)
     decoder = NativeDecoder(shape, weights, 2)
@@ -128,8 +173,6 @@ def test_scores_only_where_asked() -> None:
 def test_tied_embedding_is_packed_once_and_weights_may_go() -> None:
     shape, weights = rand_weights(8)
     coded = quantized(weights)
-    from dataclasses import replace
-
     tied = replace(coded, embedding=coded.lm_head)
     text = [5, 6, 7, 8]
     want = alone(ReferenceDecoder(shape, tied), text)[1].argmax(-1)

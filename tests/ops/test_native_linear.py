@@ -8,7 +8,7 @@ import pytest
 import torch
 from toy import quantize
 
-from kernels.linear import BlockWeight, DenseWeight, Weight, reference
+from kernels.linear import LARGEST, BlockWeight, DenseWeight, Weight, reference
 from kernels.native import load
 from kernels.native.library import NativeError
 
@@ -138,6 +138,52 @@ def test_extreme_codes_do_not_saturate() -> None:
             want = sign * 64 * (15.0 if bits == 4 else 255.0)
             for isa in LIBRARY.isas:
                 torch.testing.assert_close(linear(x, weight, isa=isa), torch.full((3, 16), want), atol=0, rtol=1e-6)
+
+
+LARGEST_PAIRS = [(4, 8), (4, 12), (4, 16), (8, 8), (8, 16)]
+
+
+@pytest.mark.parametrize("minimum", [0.0, 1.0, "offset"])
+@pytest.mark.parametrize(("bits", "row_bits"), LARGEST_PAIRS)
+def test_the_largest_codes_of_both_sides_are_exact(bits: int, row_bits: int, minimum: float | str) -> None:
+    """Weights of the lowest and the highest code, rows of the largest codes (all, of either sign, at the ends of a block, with low
+    parts of either sign): whatever clips a code, a part of one or a sum of them is off by whole numbers. Row counts of every path."""
+    count_blocks, largest = 3, LARGEST[row_bits]
+    rows = torch.full((6, 32 * count_blocks), float(largest))
+    rows[1] *= -1
+    rows[2, 1::2] *= -1
+    rows[3] = 0.0
+    rows[3, ::32], rows[3, 31::32] = largest, -largest
+    rows[4, 1:] = 8.0
+    rows[5, 1:] = -9.0
+    rows[4:, ::32] = largest
+    x = rows.repeat(46, 1)[:273].contiguous()  # a code is its value: every step is 1
+    sums = rows.reshape(6, count_blocks, 32).double().sum(-1)
+    for code in (0, 2**bits - 1):
+        shift = -(2 ** (bits - 1)) if minimum == "offset" else 0
+        more = 0.0 if minimum == "offset" else float(minimum)
+        want = torch.zeros(6)
+        for b in range(count_blocks):  # the two fused products of a block; float64 holds them
+            want = (want.double() + ((code + shift) * sums[:, b]).float().double()).float()
+            want = (want.double() + more * sums[:, b]).float()
+        codes = torch.full((17, count_blocks, 4 * bits), code * 17 if bits == 4 else code, dtype=torch.uint8)
+        lowest = torch.full((17, count_blocks), more + shift, dtype=torch.float16 if bits == 4 else torch.float32)
+        matrix = PackedMatrix(BlockWeight(bits, codes, torch.ones(17, count_blocks).half(), lowest, activation_bits=row_bits))
+        for count in (1, 2, 4, 5, 8, 9, 12, 13, 16, 17, 257, 273):
+            expected = want[torch.arange(count) % 6].unsqueeze(1).expand(count, 17)
+            for isa in LIBRARY.isas:
+                assert torch.equal(matrix.linear(x[:count], isa=isa), expected), (code, count, isa)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_more_rows_than_travel_together_agree_bit_for_bit(form: str) -> None:
+    """257 rows: tiles pass by once more for the last one, with one row and with several of a group left over."""
+    matrix = PackedMatrix(blocks(37, 96, form))
+    x = random(270, 96, seed=7)
+    alone = torch.cat([matrix.linear(x[i : i + 1]) for i in range(270)])
+    for rows in (256, 257, 270):
+        for threads in (1, 3):
+            assert torch.equal(matrix.linear(x[:rows], threads), alone[:rows]), (rows, threads)
 
 
 def test_refusals_name_the_fault() -> None:

@@ -12,12 +12,15 @@ import pytest
 from checkpoints import write_rand_checkpoint
 from serving import Running, running
 
+from server.limits import Limits
+from server.serve import ServeOptions
 from server.settings import Settings
 from server.tokenizer import Tokenizer, load_tokenizer
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "one two three, one two"}]
 PROMPT = "one two three, é and 🙂: one two"
+MOST = 4096  # log probabilities of prompts in one answer
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +35,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         model=str(write_rand_checkpoint(folder / "rand")), port=0, backend="reference", weights="float32", kv_memory=2**24,
         drafters="suffix", tree_shape="chain:4", threads=1, chunk_tokens=24, cache_dir=str(folder / "cache"),
     )  # fmt: skip
-    with running(settings) as run:
+    with running(settings, options=ServeOptions(limits=Limits(prompt_scores=MOST))) as run:
         yield run
 
 
@@ -162,3 +165,14 @@ def test_text_to_tokens_and_back(real: Running, tokenizer: Tokenizer) -> None:
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tokens")
     about = real.http.get("/tokenizer_info").json()
     assert about == {"vocab_size": tokenizer.vocab_size, "chat_template": tokenizer.chat_template}
+
+
+def test_an_answer_holds_so_many_log_probabilities_of_prompts(real: Running) -> None:
+    """Alternatives, prompts and choices count; without log probabilities there is nothing to hold."""
+    ids = [5] * (MOST // 32)  # 8 choices of 2 prompts, 1 alternative each: exactly as many as may be
+    asked = {"prompt": [ids, ids], "n": 8, "max_tokens": 1, "echo": True}
+    assert len(complete(real, **asked, logprobs=1)["choices"]) == 16
+    for more in ({"logprobs": 2}, {"logprobs": 1, "prompt": [ids, [*ids, 5]]}):
+        refused = real.http.post(COMPLETIONS, json=asked | more)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "logprobs")
+    assert len(complete(real, **asked)["choices"]) == 16
