@@ -30,6 +30,7 @@ _PROBES = ((256, 8), (1024, 16))  # up to so many drafts under a load, every so 
 _PROBE_EVERY = 128  # later
 _PROBE_PRICE = 0.4  # what a probing step takes for the price of a node and of a pass
 _MARGIN = 1.12  # a draft pass must promise this much more than its time is worth: estimates err, plain steps do not
+_UNKNOWN = 0.08  # of a plain step: what asking and a tree are believed to cost before that was seen
 _SLACK = 0.7  # drafters see a price this much lower: the final cut is made over all requests
 
 
@@ -144,7 +145,7 @@ class PriceSpeculator:
         price, prices = self._prices(step)
         per_ms = lambda_ * _MARGIN
         state.askers += 0.05 * (sum(asking) - state.askers)
-        entry = prices[0] + lambda_ * state.overheads.total / max(1.0, state.askers)
+        entry = prices[0] + lambda_ * state.overheads.total(_UNKNOWN * plain_ms) / max(1.0, state.askers)
         most = MAX_NODES
         if step.probe:
             most = int(state.nodes) + 2  # a look just past what is usual: depth costs passes

@@ -17,11 +17,13 @@ from collections.abc import Callable
 from itertools import pairwise
 from statistics import median
 
-GRID = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128, 192, 256, 384, 512, 1024)
-_MEASURED = (1, 2, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256)  # sizes tried at start-up, while time lasts
+# One past a power of two stands in the grid too: kernels work in tiles, and the first row of a new tile costs more than the next ones.
+GRID = (1, 2, 3, 4, 5, 6, 8, 9, 10, 12, 16, 17, 20, 24, 32, 33, 40, 48, 64, 65, 96, 128, 192, 256, 384, 512, 1024)
+_MEASURED = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 17, 20, 24, 32, 33, 48, 64, 128, 256)  # sizes tried at start-up, while time lasts
 _CONTEXT = 1024  # keys of the pass that tells the cost of context
 _RATE = 0.04  # share of a (clipped) relative error that the curve takes over at the step's own size
 _FAR = 0.25  # of which far sizes take this share: a slower clock slows every size
+_NEAR = 0.6  # and near ones this, or two sizes beside each other could not grow apart
 _REACH = 0.6  # the rest fades until sizes differ by 1 + this factor
 _ROWS_PRIOR = 0.1  # cost of one more row over that of the first, before anything is measured
 
@@ -170,7 +172,7 @@ class CostTable:
         for at in range(first, last):
             size = GRID[at]
             apart = (size / rows if size > rows else rows / size) - 1.0
-            base[at] *= 1.0 + strength * max(0.0, 1.0 - apart / _REACH)
+            base[at] *= 1.0 + strength * (1.0 if size == rows else _NEAR * max(0.0, 1.0 - apart / _REACH))
         if any(a > b for a, b in pairwise(base[max(0, first - 1) : last + 1])):
             self._base = _monotone(base)
 

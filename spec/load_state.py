@@ -26,9 +26,10 @@ class Overheads:
         """`drafted`: somebody was asked; `nodes`: drafts that were verified."""
         (self._tree if nodes else self._asked if drafted else self._idle).add(ms, _RATE)
 
-    @property
-    def total(self) -> float:
-        """What asking and a tree cost, whatever its size."""
+    def total(self, unknown: float = 0.0) -> float:
+        """What asking and a tree cost, whatever its size; `unknown` before that was seen."""
+        if min(self._idle.count, self._tree.count) < _SETTLED:
+            return unknown
         return _apart(self._idle, self._tree)
 
     @property
@@ -39,7 +40,7 @@ class Overheads:
     @property
     def verifying(self) -> float:
         """What merging, accepting and learning from a tree adds to that."""
-        return max(0.0, self.total - self.asking)
+        return max(0.0, self.total() - self.asking)
 
 
 def _apart(less: Mean, more: Mean) -> float:
