@@ -1,18 +1,23 @@
 """What each technique of serving gains, one by one: a ladder from none of them to all.
 
-    ./dev bench techniques [--model MODEL] [--users 4] [--repeats 3]
+    ./dev bench techniques [--model MODEL] [--users 4] [--repeats 3] [--minutes 8] [--write]
 
 Every rung adds one technique to the rung below and is measured beside it, in alternation, on the same conversations: chats of two
 turns behind one system prompt, with answers of unequal length, and now and then a long document. All answers must be the same on both
-rungs, where both use the same weights. Prints a table for people and, last, one JSON line. Takes some minutes on two cores (not timed in one go).
+rungs, where both use the same weights. Prints a table for people and, last, one JSON line. `--minutes` bounds it: once half of them have
+passed, a rung is measured once only. `--write` puts the table into docs/techniques.md, between its two marks.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import statistics
+import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -28,6 +33,7 @@ from server.commands.bench.traffic import Traffic
 from server.commands.bench.workshop import Workshop
 from server.prompts import Prompt
 from server.settings import DEFAULT_MODEL, Settings
+from spec.errors import ConfigError, ForespeakError
 from spec.request import SamplingParams
 
 # From the ground up. A technique stands above what it builds on: static batches before continuous ones, keys before sharing them.
@@ -38,6 +44,8 @@ LENGTHS = (24, 96, 40, 64)  # tokens of an answer, by turn: static batches wait 
 FEWER = {"kv-cache": (1, 1), "quantised-weights": (2, 2)}
 FIRST_TURNS = ("kv-cache",)  # and no second turn either
 WARM_UP_TOKENS = 8
+PAGE = Path(__file__).parents[1] / "docs" / "techniques.md"
+MARKS = ("<!-- ladder -->", "<!-- end of ladder -->")  # around what --write replaces
 
 SYSTEM = (
     "You are the assistant of a small public library in a harbour town. You help readers to find books, explain how lending works, "
@@ -167,6 +175,40 @@ def table(rungs: Sequence[Rung]) -> Table:
     return result
 
 
+def page_text(rungs: Sequence[Rung], made: str) -> str:
+    """The ladder as the page has it. `made`: when, where and how, in a sentence."""
+    shown = ("tokens_per_second", "decode_tokens_per_second", "ttft_ms_p50", "longest_gap_ms")
+    lines = [
+        f"| rung ({rungs[0].users} users unless said) | tokens/s | tokens/s of one stream | first token, median ms | longest gap, ms |",
+        "|---|---|---|---|---|",
+        f"| {'none of them' if rungs[0].technique == LADDER[0] else 'the rung below'} | "
+        + " | ".join(_short(rungs[0].below[name]) for name in shown) + " |",
+    ]  # fmt: skip
+    for rung in rungs:
+        cells = []
+        for name in shown:
+            ratio = rung.ratios[name]
+            cells.append(_short(rung.figures[name]) + ("" if ratio is None else f" ({ratio:.2f} ×)"))
+        alone = ", one user" if rung.users == 1 and rungs[0].users > 1 else ""
+        lines.append(f"| + {rung.technique.replace('-', ' ')}{alone} | " + " | ".join(cells) + " |")
+    same = "was identical on every rung that must keep it" if all(r.identical for r in rungs) else "DIFFERED on a rung"
+    return "\n".join([*lines, "", f"In brackets: the ratio to the rung below, measured beside it. {made} The text {same}."])
+
+
+def _short(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def write_page(rungs: Sequence[Rung], made: str, page: Path) -> None:
+    """Replace what stands between the page's marks. Raises ConfigError where they are missing."""
+    text = page.read_text(encoding="utf-8")
+    before, first, rest = text.partition(MARKS[0])
+    _, last, after = rest.partition(MARKS[1])
+    if not first or not last:
+        raise ConfigError(f"{page} has no {MARKS[0]} ... {MARKS[1]} to write the ladder between")
+    page.write_text(f"{before}{first}\n{page_text(rungs, made)}\n{last}{after}", encoding="utf-8")
+
+
 def _times(ratio: float | None) -> str:
     return "     -" if ratio is None else f"x{ratio:.2f}".rjust(6)
 
@@ -179,8 +221,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--drafters", default="auto")
+    parser.add_argument("--minutes", type=float, default=8.0, help="once half of it has passed, rungs are measured once only")
+    parser.add_argument("--write", action="store_true", help=f"put the table into {PAGE.name}")
     parser.add_argument("--only", choices=LADDER, action="append", help="these rungs alone")
     chosen = parser.parse_args(arguments)
+    if chosen.write and chosen.only:
+        parser.error("--write is for the whole ladder: leave --only out")
+    for name in ("users", "conversations", "repeats"):
+        if getattr(chosen, name) < 1:
+            parser.error(f"--{name} must be at least 1")
+    began = time.monotonic()
     settings = Settings(model=chosen.model, kv_memory=2**29, threads=chosen.threads, drafters=chosen.drafters)
     prompts = workload(chosen.conversations)
     workshop = Workshop(sampling, 0)
@@ -192,16 +242,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]  # made for a machine with nothing else to do
     for name, users in climbs:
         Console(stderr=True).print(f"{name}: {TECHNIQUES[name][0]}, against not so; {users} at once ...", highlight=False)
-        rungs.append(climb(workshop, settings, prompts, name, users, chosen.repeats))
+        late = time.monotonic() - began > 30.0 * chosen.minutes
+        rungs.append(climb(workshop, settings, prompts, name, users, 1 if late else chosen.repeats))
+    seconds = time.monotonic() - began
     console.print(table(rungs))
     wrong = [rung.technique for rung in rungs if not rung.identical]
     if wrong:
         console.print(f"the text changed with: {', '.join(wrong)}")
     found = {"bench": "techniques", "users": chosen.users, "conversations": chosen.conversations, "repeats": chosen.repeats}
+    found["total_seconds"] = round(seconds, 1)
     found |= {"rungs": [{name: getattr(rung, name) for name in Rung.__slots__} for rung in rungs]} | facts()
-    print(msgspec.json.encode(found).decode())
+    print(msgspec.json.encode(found).decode(), flush=True)
+    if chosen.write:
+        today = datetime.datetime.now(datetime.UTC).date().isoformat()
+        cpu = found["machine"].get("cpu", "this machine") if isinstance(found.get("machine"), dict) else "this machine"
+        write_page(rungs, f"Taken on {today} ({cpu}), {chosen.repeats} repeats, {seconds / 60:.0f} minutes in one go.", PAGE)
     return 1 if wrong else 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    try:
+        raise SystemExit(main())
+    except ForespeakError as error:
+        print(f"techniques: {error}", file=sys.stderr)
+        raise SystemExit(2) from None

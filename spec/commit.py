@@ -45,7 +45,7 @@ def commit(
         run.append(acceptance.next_id)
     reason: FinishReason | None = None
     if sequence.remaining <= 0:  # only the prompt was asked for
-        run, reason = [], "length"
+        run, reason = [], None if acceptance.error else "length"
     for count, token in enumerate(run, 1):
         reason = sequence.ends_with(length + count, token)
         if reason is not None:

@@ -19,7 +19,7 @@ from spec.sequence import Phase, Sequence
 from spec.speculator import Limit
 from spec.waiting import WaitingQueue
 
-MAX_PREFILLING = 8  # prompts in hand at once; more would only make each other's first token later
+MAX_PREFILLING = 8  # prompts in hand at once; more would only make each other's first token later (scored ones take a small part only and do not count)
 
 
 class Scheduler:
@@ -54,16 +54,17 @@ class Scheduler:
         plan = StepPlan()
         self._rows = {}
         self._scorable = SCORED_TOKENS
-        prefilling = 0
+        prefilling, prompts = 0, False
         for sequence in list(self.running):
             if sequence.phase is Phase.DECODE:
                 if self._make_room(sequence, len(sequence.token_ids), plan):
                     self._rows[sequence.seq_id] = self._row(sequence, 1)
             elif sequence.phase is Phase.PREFILL:
-                prefilling += 1
+                prompts = True
+                prefilling += _counts(sequence)
         if not plan.preempted and len(self.waiting):
-            prefilling += self._admit(plan, now, prefilling)
-        if prefilling:
+            prompts |= self._admit(plan, now, prefilling)
+        if prompts:
             self._fill_chunk(plan)
         plan.rows = list(self._rows.values())
         for row in plan.rows:
@@ -121,11 +122,10 @@ class Scheduler:
 
     # --- prompts ----------------------------------------------------------------------------------------------------
 
-    def _admit(self, plan: StepPlan, now: float, prefilling: int) -> int:
-        """Start waiting sequences while there is room for their whole prompts. Returns how many were started."""
-        started = 0
+    def _admit(self, plan: StepPlan, now: float, prefilling: int) -> bool:
+        """Start waiting sequences while there is room for their whole prompts. Returns whether one was started."""
         promised = sum(self._unmet(sequence) for sequence in self.running if sequence.phase is Phase.PREFILL)
-        while len(self.running) < self.config.max_sequences and prefilling + started < MAX_PREFILLING:
+        while len(self.running) < self.config.max_sequences and prefilling < MAX_PREFILLING:
             sequence = self.waiting.head()
             if sequence is None:
                 break
@@ -142,8 +142,8 @@ class Scheduler:
                 sequence.scheduled_at = now
             promised += self._unmet(sequence)
             plan.admitted.append(sequence.seq_id)
-            started += 1
-        return started
+            prefilling += _counts(sequence)
+        return bool(plan.admitted)
 
     def _unmet(self, sequence: Sequence) -> int:
         """Pages the sequence still needs to finish its known tokens and hold its next root."""
@@ -216,6 +216,11 @@ class Scheduler:
             decoding=sequence.phase is Phase.DECODE,
             prompt_scored=sequence.scores_prompt,
         )
+
+
+def _counts(sequence: Sequence) -> bool:
+    """Whether the prompt is one of the MAX_PREFILLING in hand."""
+    return not sequence.scores_prompt
 
 
 def _missing(sequence: Sequence) -> int:

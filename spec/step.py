@@ -19,7 +19,7 @@ from spec.paging import Paging
 from spec.plan import PlanRow, StepPlan
 from spec.prompt_scores import PromptScores, keep, prompt_scores
 from spec.request import TokenEvent
-from spec.sampling import SampleOps
+from spec.sampling import SampleOps, not_finite
 from spec.scheduler import Scheduler
 from spec.sequence import Phase
 from spec.sequence import Sequence as EngineSequence
@@ -162,7 +162,11 @@ def _commit_rows(
     moves = Moves()
     for row, sequence, tree, acceptance in zip(rows, sequences, trees, acceptances, strict=True):
         if row.prompt_scored:
-            keep(sequence, row, prompts[row.seq_id])
+            entries = prompts[row.seq_id]
+            if entries is None:
+                acceptance = Acceptance((), -1, error=not_finite())
+            else:
+                keep(sequence, row, entries)
         if acceptance is None:
             commit_chunk(sequence, row)
             continue

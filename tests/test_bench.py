@@ -392,6 +392,28 @@ def test_without_a_kv_cache_every_token_computes_the_whole_text(full: tuple[Work
     assert inner.stats()["row_steps"] == 0  # nothing ever went on from keys that were there
 
 
+def test_the_ladder_is_written_between_the_marks_of_its_page_and_nowhere_else(tmp_path: Path) -> None:
+    figures = dict.fromkeys(techniques.FIGURES, 1234.5)
+    rungs = [
+        techniques.Rung("kv-cache", 4, dict.fromkeys(techniques.FIGURES, 3.04), figures, dict.fromkeys(figures, 9.876), True),
+        techniques.Rung("speculation", 1, figures, figures, dict.fromkeys(figures, None), True),
+    ]
+    page = tmp_path / "page.md"
+    page.write_text("above\n<!-- ladder -->\nold\n<!-- end of ladder -->\nbelow\n")
+    for _ in range(2):
+        techniques.write_page(rungs, "Taken then.", page)
+        lines = page.read_text().splitlines()
+        assert (lines[:2], lines[-2:]) == (["above", "<!-- ladder -->"], ["<!-- end of ladder -->", "below"])
+        assert "| none of them | 3.04 | 3.04 | 3.04 | 3.04 |" in lines
+        assert "| + kv cache | " + " | ".join(["1,234 (9.88 ×)"] * 4) + " |" in lines
+        assert "| + speculation, one user | " + " | ".join(["1,234"] * 4) + " |" in lines
+        assert lines[-3].endswith("Taken then. The text was identical on every rung that must keep it.")
+    page.write_text("no marks")
+    with pytest.raises(ConfigError, match="has no <!-- ladder -->"):
+        techniques.write_page(rungs, "", page)
+    assert all(mark in techniques.PAGE.read_text() for mark in techniques.MARKS)
+
+
 def test_unknown_techniques_are_named() -> None:
     assert parse_without("prefix-cache, speculation") == ("prefix-cache", "speculation")
     with pytest.raises(ConfigError, match="--without 'magic': techniques are speculation, "):

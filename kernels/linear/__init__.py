@@ -9,7 +9,7 @@ float32. The dot product is an exact integer of 32 bits, rounded once when it be
 
 Activations have 8 bits, or more where a matrix is worth it, as two parts of one byte, so that the same byte products give the exact
 dot. 16 bits: ``q = 255 * high + low`` with both parts within -127..127. 12 bits, for weights of 4 bits: ``q = 16 * high + low`` with low in
--8..8; ``16 * c`` is still a byte, so ``dot(16 c, high) + dot(c, low)`` is one product of twice the length.
+-8..7; ``16 * c`` is still a byte, so ``dot(16 c, high) + dot(c, low)`` is one product of twice the length.
 """
 
 from __future__ import annotations

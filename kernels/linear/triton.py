@@ -75,7 +75,7 @@ def _quantize_kernel(
 
 @triton.jit
 def _exact_dot(q, code, ROW_BITS: tl.constexpr):
-    """[rows, 32] int16 x [32, out] int8 -> int32; wide rows in two int8 parts."""
+    """[rows, 32] int16 x [32, out] int8 -> int32; wider rows in two int8 parts."""
     if ROW_BITS == 8:
         return tl.dot(q.to(tl.int8), code, out_dtype=tl.int32)
     high = (q + 128) >> 8

@@ -149,6 +149,12 @@ void value_range(const HeadView<T>& head, const float* w, int queries, int begin
     value_runs(w, kChunk, queries, &all, 1, head.d, sums, sums_stride);
 }
 
+// Whether the keys of a node's path lie by position: a causal row, or a path without branches before it (a plain step's one node, a chain).
+inline bool lies_by_position(const fs_step& step, int row, int node) {
+    const auto word = static_cast<uint64_t>(step.words[node]);
+    return step.causal[row] != 0 || (word & (word + 1)) == 0;
+}
+
 // Which positions of a chunk each node of a unit sees, clipped to the chunk.
 struct Visible {
     static constexpr int kMost = 256;
@@ -168,7 +174,7 @@ struct Visible {
             const int seen = keys_seen(step, u.row, u.node_begin + i);
             low[i] = clip(first_key(seen, a.window));
             high[i] = std::max(clip(seen), low[i]);
-            dense[i] = step.causal[u.row] != 0 ? high[i] : std::max(std::min(clip(step.kv_lens[u.row]), high[i]), low[i]);
+            dense[i] = lies_by_position(step, u.row, u.node_begin + i) ? high[i] : std::max(std::min(clip(step.kv_lens[u.row]), high[i]), low[i]);
             if (dense[i] > low[i]) {
                 dense_low = std::min(dense_low, low[i]);
                 dense_high = std::max(dense_high, dense[i]);

@@ -17,7 +17,7 @@
 namespace fs {
 
 constexpr int kChunk = 128;   // positions per softmax chunk, a multiple of 16
-constexpr int kMaxQueries = 48;  // query vectors (nodes x heads of a group) of one unit, more only when a group alone is larger
+constexpr int kMaxQueries = 96;  // query vectors (nodes x heads of a group) of one unit, more only when a group alone is larger
 constexpr int kMaxTree = 64;  // nodes of a tree row
 
 inline int bits(uint64_t word) { return __builtin_popcountll(word); }
@@ -81,15 +81,18 @@ inline void plan_attention(const fs_step& step, int q_heads, int kv_heads, int h
                 high = std::max(high, seen);
             }
             const int chunk_begin = low / kChunk, chunk_end = (high + kChunk - 1) / kChunk;
+            if (!split || chunk_end - chunk_begin == 1) {
+                for (int h = 0; h < kv_heads; ++h) plan->units.push_back({s, h, begin, end, chunk_begin, chunk_end, -1});
+                continue;
+            }
+            const auto group = static_cast<int>(plan->groups.size());
             for (int h = 0; h < kv_heads; ++h) {
-                if (!split || chunk_end - chunk_begin == 1) {
-                    plan->units.push_back({s, h, begin, end, chunk_begin, chunk_end, -1});
-                    continue;
-                }
-                const int group = static_cast<int>(plan->groups.size());
                 plan->groups.push_back({chunk_begin, chunk_end, partial});
                 partial += static_cast<size_t>(chunk_end - chunk_begin) * partial_floats((end - begin) * per_group, plan->padded);
-                for (int c = chunk_begin; c < chunk_end; ++c) plan->units.push_back({s, h, begin, end, c, c + 1, group});
+            }
+            // The heads of a page lie behind each other, so all of them take a chunk before the next one is read.
+            for (int c = chunk_begin; c < chunk_end; ++c) {
+                for (int h = 0; h < kv_heads; ++h) plan->units.push_back({s, h, begin, end, c, c + 1, group + h});
             }
         }
     }

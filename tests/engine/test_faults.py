@@ -292,6 +292,19 @@ def test_scores_that_are_no_numbers_end_that_request(temperature: float, shape: 
     assert engine.stats()["finished"] == {"error": 1, "length": 1}
 
 
+@pytest.mark.parametrize("place", [2, 11], ids=["in the middle", "at the end"])
+def test_a_prompt_that_cannot_be_scored_ends_that_request(place: int) -> None:
+    """Wherever in the prompt the numbers fail, also when only the prompt was asked for; the other request never knows."""
+    bad = next(
+        i for i, token in enumerate(PROMPTS[1]) if i >= place and PROMPTS[1].count(token) == 1 and token not in PROMPTS[0]
+    )
+    engine = make_engine(Poisoned(decoder(), PROMPTS[1][bad]), chunk_tokens=4)
+    answers = run(engine, [greedy_request(0, PROMPTS[0], COUNT), greedy_request(1, PROMPTS[1], 0, prompt_logprobs=1)])
+    assert (answers[1].finish_reason, answers[1].error_code) == ("error", "scores_not_finite")
+    assert not answers[1].token_ids
+    assert tuple(answers[0].token_ids) == golden(PROMPTS[0])
+
+
 def test_an_exception_about_one_row_ends_that_request(monkeypatch: pytest.MonkeyPatch) -> None:
     def breaking(rows: Sequence[ScoredRow], scores: TargetScores, **options: object) -> list[Acceptance]:
         if any(row.view.seq_id == 0 and len(row.view.token_ids) > 8 for row in rows):

@@ -41,9 +41,6 @@ class Counting:
         self.inner, self.shape = inner, inner.shape
         self.scored: list[int] = []
 
-    def __getattr__(self, name: str) -> object:
-        return getattr(self.inner, name)
-
     def forward(self, inputs: StepInputs, store: KVTensors, need_logits: bool) -> DecoderOutput:
         self.scored.append(inputs.score_rows.shape[0] if need_logits else 0)
         return self.inner.forward(inputs, store, need_logits)
@@ -133,6 +130,14 @@ def test_neighbours_notice_nothing_and_a_step_scores_so_many_at_most() -> None:
     assert all(said[10 + i][len(PROMPT) - 1 :] == spoken().logprobs for i in range(4))
     most = SCORED_TOKENS + 3 * (engine.config.max_tree_nodes + 1)
     assert SCORED_TOKENS <= max(counting.scored) <= most
+
+
+def test_a_newcomer_does_not_wait_for_prompts_that_are_scored() -> None:
+    """However many there are, they take their small part of the chunk and leave the rest."""
+    plain = prompts_of([20], seed=9)[0]
+    runner = Runner(make_engine(decoder(), num_pages=900, chunk_tokens=256))
+    runner.add(*(greedy_request(10 + i, whole(), 0, prompt_logprobs=0) for i in range(10)), greedy_request(1, plain, 4))
+    assert runner.finish()[1].steps[0] == 0
 
 
 def test_preempted_prompts_are_scored_anew_and_said_once() -> None:

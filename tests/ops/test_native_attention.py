@@ -88,8 +88,8 @@ def bits_of_one_node(kv_len: int, page_size: int, kind: str, seed: int, dtype: t
     keys, values = torch.randn(total, heads, dim, generator=g), torch.randn(total, heads, dim, generator=g)
     place = torch.Generator().manual_seed(seed)
     spread = [0, 2, 5, 9]  # where the last four positions lie among a tree's nodes
-    nodes = {"alone": 1, "chain": 4, "tree": 10}[kind]
-    committed = total - 1 if kind == "alone" else kv_len
+    nodes = {"alone": 1, "root": 1, "chain": 4, "deep": 4, "tree": 10}[kind]
+    committed = total - 1 if nodes == 1 else kv_len
     pages = torch.randperm(-(-(committed + nodes) // page_size) + 3, generator=place)
     count = -(-(committed + nodes) // page_size)
     store_k = torch.randn(len(pages), heads, dim, page_size, generator=place).to(dtype)
@@ -101,9 +101,8 @@ def bits_of_one_node(kv_len: int, page_size: int, kind: str, seed: int, dtype: t
         page, offset = int(pages[index // page_size]), index % page_size
         store_k[page, :, :, offset] = keys[position]
         store_v[page, :, offset] = values[position]
-    parents = None
-    if kind == "tree":
-        parents = [-1, 0, 0, 1, 1, 2, 3, 2, 0, 5]
+    # Rows of the kinds alone and chain are causal, the others are trees: of one node, without branches, with branches.
+    parents = {"root": [-1], "deep": [-1, 0, 1, 2], "tree": [-1, 0, 0, 1, 1, 2, 3, 2, 0, 5]}.get(kind)
     row = Row(range(nodes), pages[:count].tolist(), committed, parents)
     inputs = step_inputs([row], page_size)
     queries = torch.randn(nodes, 6, dim, generator=place)
@@ -116,7 +115,7 @@ def bits_of_one_node(kv_len: int, page_size: int, kind: str, seed: int, dtype: t
 def test_only_absolute_positions_count(kv_len: int, dtype: torch.dtype) -> None:
     want = bits_of_one_node(kv_len, 16, "alone", 0, dtype)
     for page_size in (1, 4, 16, 32):
-        for kind in ("alone", "chain", "tree"):
+        for kind in ("alone", "root", "chain", "deep", "tree"):
             assert torch.equal(bits_of_one_node(kv_len, page_size, kind, page_size, dtype), want), (page_size, kind)
 
 
