@@ -173,7 +173,7 @@ def tune(
     live: Annotated[str | None, typer.Option("--live", help="a running server's address: say what to change there")] = None,
     api_key_file: Annotated[Path | None, typer.Option("--api-key-file", help="file holding the key, for --live")] = None,
 ) -> None:
-    """Find the drafters, budget, chunk and page size that suit this machine and these prompts, and write them as a config."""
+    """Find the drafters, their vocabulary, budget, chunk and page size that suit this machine and these prompts, and write them as a config."""
     if live is not None:
         from server.commands import tune_live
 

@@ -39,7 +39,7 @@ def target(folder: Path, window: int) -> TargetModel:
 
 
 def run(model: Path, tmp_path: Path, *arguments: str) -> Any:
-    backend = [] if "--backend" in arguments else ["--backend", "reference"]
+    backend = [] if "--backend" in arguments else ["--backend", "reference", "--threads", "1"]
     sizes = [*backend, "--cache-dir", str(tmp_path / "cache")]
     return CliRunner().invoke(app, ["eval", str(model), *arguments, *sizes])
 
