@@ -102,7 +102,7 @@ inline __m512i int16_pair(I a, I b) {
     return _mm512_permutexvar_epi64(order, _mm512_packs_epi32(a.v, b.v));
 }
 inline void store_codes8(int8_t* codes, I a, I b) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes), _mm512_cvtepi16_epi8(int16_pair(a, b)));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes), _mm512_cvtsepi16_epi8(int16_pair(a, b)));
 }
 inline void store_codes12(int8_t* high, int8_t* low, I a, I b) {
     const __m512i q = int16_pair(a, b);
