@@ -12,6 +12,7 @@ from checkpoints import write_rand_checkpoint
 from rich.console import Console
 from rich.progress import Progress
 
+from server.commands.compare import ToldProgress
 from server.compose import Parts, load_parts
 from server.peers import environments, measure, report
 from server.peers.catalog import PEERS, Arm, Peer
@@ -203,3 +204,11 @@ def test_peers_are_pinned_and_their_drivers_are_there(peer: Peer) -> None:
     assert peer.driver.is_file()
     assert any(arm.single and not arm.speculates for arm in peer.arms)
     assert any(arm.many for arm in peer.arms)
+
+
+def test_a_log_is_told_what_begins(capsys: pytest.CaptureFixture[str]) -> None:
+    with ToldProgress(console=Console(file=io.StringIO())) as progress:
+        task = progress.add_task("start")
+        for text in ("loading A", "one stream: A", "one stream: B", "one stream: A", None, "16 streams: A"):
+            progress.update(task, advance=1, description=text)
+    assert capsys.readouterr().err.splitlines() == ["loading A", "one stream", "16 streams"]

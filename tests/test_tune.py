@@ -190,27 +190,18 @@ def test_confirming_begins_no_further_repeat_once_time_is_up(model: Path, tmp_pa
     assert session.confirm([session.usual], 1, 2, notes.append).repeats == 2
 
 
-def run_tune(*arguments: str) -> Any:
-    return CliRunner().invoke(app, ["tune", *arguments])
+def run_tune(cache: Path, *arguments: str) -> Any:
+    small = ["--backend", "reference", "--threads", "1", "--kv-memory", "8MiB", "--cache-dir", str(cache)]
+    return CliRunner().invoke(app, ["tune", *small, *arguments])
 
 
 def test_tune_measures_predicts_confirms_and_writes_a_config_that_serve_takes(model: Path, tmp_path: Path) -> None:
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "tuned.toml"
     prompts.write_text("\n".join(json.dumps({"prompt": text}) for text in ("aaaa aaaa aaaa", "one two one two")))
-    sizes = [
-        "--backend",
-        "reference",
-        "--threads",
-        "1",
-        "--kv-memory",
-        "8MiB",
-        "--cache-dir",
-        str(tmp_path / "cache"),
-        "--minutes",
-        "0.1",
-    ]
     work = ["--prompts", str(prompts), "--max-tokens", "12", "--concurrency", "2", "--repeats", "1", "--out", str(out)]
-    result = run_tune(str(model), *work, *sizes, "--drafters", " suffix ")  # as in "suffix, heads"
+    result = run_tune(
+        tmp_path / "cache", str(model), *work, "--minutes", "0.1", "--drafters", " suffix "
+    )  # as in "suffix, heads"
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout.splitlines()[-1])
     assert report["predictions"] >= 2
@@ -237,18 +228,7 @@ def test_tune_measures_predicts_confirms_and_writes_a_config_that_serve_takes(mo
 def test_what_cannot_be_tuned_is_refused_in_one_line(model: Path, tmp_path: Path, arguments: list[str], said: str) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "aaaa"}')
-    where = [
-        str(model),
-        "--backend",
-        "reference",
-        "--threads",
-        "1",
-        "--kv-memory",
-        "8MiB",
-        "--cache-dir",
-        str(tmp_path / "cache"),
-    ]
-    result = run_tune(*where, *(str(file) if word == "FILE" else word for word in arguments))
+    result = run_tune(tmp_path / "cache", str(model), *(str(file) if word == "FILE" else word for word in arguments))
     assert isinstance(result.exception, ForespeakError)
     assert str(result.exception).startswith(said)
     assert "\n" not in str(result.exception)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
+from rich.progress import MofNCompleteColumn, Progress, TaskID, TimeElapsedColumn
 
 from server.commands.bench.facts import facts
 from server.commands.common import encode, prompts_of, table_console
@@ -19,6 +20,19 @@ from server.settings import Settings
 from spec.errors import ConfigError
 
 DEFAULT_PROMPTS, DEFAULT_TOKENS, DEFAULT_STREAMS = 26, 96, 16
+
+
+class ToldProgress(Progress):
+    """A bar, and in a log, where a bar is of no use, a line for everything that begins ("one stream: NAME" is one thing)."""
+
+    _told = ""
+
+    def update(self, task_id: TaskID, *, description: str | None = None, **changes: Any) -> None:
+        super().update(task_id, description=description, **changes)
+        begun = description.split(":")[0] if description else self._told
+        if begun != self._told and not self.console.is_terminal:
+            print(begun, file=sys.stderr, flush=True)
+        self._told = begun
 
 
 def run(
@@ -58,7 +72,7 @@ def figures(
     order = Order(chosen, peers_root(parts, peers_dir), max_tokens, repeats, streams, threads)
     columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn())
     signal.signal(signal.SIGTERM, _leave)  # a peer that stands still would outlive us
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    with ToldProgress(*columns, console=Console(stderr=True)) as progress:
         findings = compare(order, parts, ids, progress)
     console = table_console()
     console.print(report.table(findings, streams))

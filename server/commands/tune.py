@@ -9,7 +9,7 @@ import importlib.util
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from server.settings import Settings
 from server.tuning.config_file import config_text
 from server.tuning.plot import by_load_svg, by_load_text
 from server.tuning.predict import Choice
-from server.tuning.search import LoadPoint, Ranked, by_load, finalists, search, stops_paying, verdict
+from server.tuning.search import LoadPoint, Ranked, Workload, by_load, finalists, search, stops_paying, verdict
 from server.tuning.session import Effort, Session, group_size, known_calibration
 from spec.errors import ConfigError
 
@@ -99,17 +99,7 @@ def run(
         plain = next(r for r in ranked if not r.choice.drafters and _same_sizes(r.choice, session.usual))
         rivals = [plain, *(r for r in best if r is not plain)]
         progress.update(task, completed=0, total=None)
-        confirmed: list[Confirmed] = []
-        made = repeats
-        for load in loads:
-            found = session.confirm([r.choice for r in rivals], load, repeats, note, lambda: time.monotonic() > deadline)
-            made = min(made, found.repeats)
-            for i, entry in enumerate(rivals):
-                again = workload.predict(entry.choice, load, group_size(load))
-                lengths = (again.acceptance_length, found.acceptance_lengths[i])
-                promised, measured = again.tokens_per_second, found.rates[i]
-                speed = confirmed[-i].measured / confirmed[-i].promised if i else measured / promised
-                confirmed.append(Confirmed(entry.choice, load, promised, promised * speed, measured, lengths))
+        confirmed, made = _confirm(session, workload, rivals, loads, repeats, note, deadline)
         winner = choose(rivals, confirmed, loads)
         drafting = winner if winner.choice.drafters else next(r for r in ranked if r.choice.drafters)
         note("predicting loads")
@@ -134,14 +124,42 @@ def run(
     print(
         msgspec.json.encode(report).decode(), flush=True
     )  # before anything is written: what was found must not be lost to a full disk
+    _write(out, text, plot, lambda path: by_load_svg(points, name_of(drafting.choice), path))
+    print(f"written: {out}; use it with: forespeak serve --config {out}", file=sys.stderr)
+    return 0
+
+
+def _confirm(
+    session: Session,
+    workload: Workload,
+    rivals: Sequence[Ranked],
+    loads: Sequence[int],
+    repeats: int,
+    note: Callable[[str], None],
+    deadline: float,
+) -> tuple[list[Confirmed], int]:
+    """Real runs of the rivals, the first of them plain decoding, at every load, and how many repeats every load got."""
+    confirmed: list[Confirmed] = []
+    made = repeats
+    for load in loads:
+        found = session.confirm([r.choice for r in rivals], load, repeats, note, lambda: time.monotonic() > deadline)
+        made = min(made, found.repeats)
+        for i, entry in enumerate(rivals):
+            again = workload.predict(entry.choice, load, group_size(load))
+            lengths = (again.acceptance_length, found.acceptance_lengths[i])
+            promised, measured = again.tokens_per_second, found.rates[i]
+            speed = confirmed[-i].measured / confirmed[-i].promised if i else measured / promised
+            confirmed.append(Confirmed(entry.choice, load, promised, promised * speed, measured, lengths))
+    return confirmed, made
+
+
+def _write(out: Path, text: str, plot: Path | None, draw: Callable[[Path], None]) -> None:
     try:
         out.write_text(text, encoding="utf-8")
         if plot is not None:
-            by_load_svg(points, name_of(drafting.choice), plot)
+            draw(plot)
     except OSError as error:
         raise ConfigError(f"cannot write {error.filename or out}: {error.strerror}") from error
-    print(f"written: {out}; use it with: forespeak serve --config {out}", file=sys.stderr)
-    return 0
 
 
 def _check_places(out: Path, plot: Path | None) -> None:

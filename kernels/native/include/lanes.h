@@ -47,6 +47,35 @@ FS_INLINE void each(Fn&& fn) {
 
 inline F bcast(const float* p) { return set1(*p); }
 
+#if !defined(FS_LANES_FOLD)  // sets that fold sixteen vectors at once, and pack codes, have ways of their own
+// Lane i = the largest, or the sum, of the lanes of v[i].
+inline F reduce_max16(const F (&v)[16]) {
+    alignas(64) float out[16];
+    for (int i = 0; i < 16; ++i) out[i] = reduce_max(v[i]);
+    return load(out);
+}
+inline I reduce_add16(const I (&v)[16]) {
+    alignas(64) int32_t out[16];
+    for (int i = 0; i < 16; ++i) out[i] = reduce_add(v[i]);
+    return load(out);
+}
+// 32 codes as bytes, and 32 codes of 12 bits as high and low bytes: q = 16 * high + low.
+inline void store_codes8(int8_t* codes, I a, I b) {
+    store_int8(codes, a);
+    store_int8(codes + 16, b);
+}
+inline void store_codes12(int8_t* high, int8_t* low, I a, I b) {
+    alignas(64) int32_t q[32];
+    store(q, a);
+    store(q + 16, b);
+    for (int i = 0; i < 32; ++i) {
+        const int32_t h = (q[i] + 8) >> 4;
+        high[i] = static_cast<int8_t>(h);
+        low[i] = static_cast<int8_t>(q[i] - 16 * h);
+    }
+}
+#endif
+
 // exp(x) by range reduction to |r| <= ln2 / 2 and the Taylor series to r^7 (error below 1 ulp); 0 below -87, where the result would soon be subnormal (and slow).
 // For x <= 88 only (softmax weights have x <= 0); exp_clamped takes anything.
 inline F exp_lanes(F x) {

@@ -72,6 +72,7 @@ inline float reduce_add(F a) {
 inline float reduce_max(F a) { return _mm512_reduce_max_ps(a.v); }
 inline int32_t reduce_add(I a) { return _mm512_reduce_add_epi32(a.v); }
 
+#define FS_LANES_FOLD
 // Lane i = the largest, or the sum, of the lanes of v[i].
 template <class Op>
 inline __m512 fold16(const __m512 (&v)[16], Op op) {

@@ -122,33 +122,6 @@ inline int32_t reduce_add(I a) {
     return sum;
 }
 
-// Lane i = the largest, or the sum, of the lanes of v[i].
-inline F reduce_max16(const F (&v)[16]) {
-    alignas(64) float out[16];
-    for (int i = 0; i < 16; ++i) out[i] = reduce_max(v[i]);
-    return load(out);
-}
-inline I reduce_add16(const I (&v)[16]) {
-    alignas(64) int32_t out[16];
-    for (int i = 0; i < 16; ++i) out[i] = reduce_add(v[i]);
-    return load(out);
-}
-// 32 codes as bytes, and 32 codes of 12 bits as high and low bytes: q = 16 * high + low.
-inline void store_codes8(int8_t* codes, I a, I b) {
-    store_int8(codes, a);
-    store_int8(codes + 16, b);
-}
-inline void store_codes12(int8_t* high, int8_t* low, I a, I b) {
-    alignas(64) int32_t q[32];
-    store(q, a);
-    store(q + 16, b);
-    for (int i = 0; i < 32; ++i) {
-        const int32_t h = (q[i] + 8) >> 4;
-        high[i] = static_cast<int8_t>(h);
-        low[i] = static_cast<int8_t>(q[i] - 16 * h);
-    }
-}
-
 // Sixteen float64 sums.
 struct D {
     double v[16];
