@@ -81,15 +81,6 @@ def chunk_curve(parts: Parts, sizes: Sequence[int], repeats: int) -> tuple[Curve
     return curve, max(0.0, taken[tokens, keys] - taken[tokens, 0]) / max(1, tokens * keys)
 
 
-def page_factors(parts: Parts, sizes: Sequence[int], context: int, repeats: int) -> dict[int, float]:
-    """A decoding pass over two rows behind `context` keys, by page size, as a share of the settings' own page size."""
-    here = parts.settings.page_size
-    stores = {size: target_of(parts, size) for size in {*sizes, here}}
-    context = min(context, STORE_TOKENS // 2, parts.model.context // 2)
-    taken = _in_turn({size: partial(pass_ms, *at, 2, context, 1) for size, at in stores.items()}, repeats)
-    return {size: taken[size] / taken[here] for size in sizes}
-
-
 def _in_turn(tries: Mapping[K, Callable[[], float]], repeats: int) -> dict[K, float]:
     for attempt in tries.values():
         attempt()  # warms up
@@ -158,6 +149,20 @@ def _line(values: Mapping[int, list[Seen]]) -> Curve:
     slope = max(0.0, sum((x - x0) * (y - y0) * n for x, y, n in seen) / spread) if spread else 0.0
     first = max(0.0, y0 + slope * (1.0 - x0))
     return Curve(((1.0, first), (2.0, first + slope)))
+
+
+def page_factors(turns: Iterable[tuple[Sequence[StepCost], Mapping[int, Sequence[StepCost]]]]) -> dict[int, float]:
+    """Passes of an engine with another page size over those of the usual one just before, by page size: the middle over turns.
+
+    Passes between other work, not the same one again and again: keys that are in no cache are what a page size decides.
+    """
+    ratios: dict[int, list[float]] = {}
+    for usual, others in turns:
+        own = middle(c.verify for c in usual)
+        for size, costs in others.items():
+            if costs and own > 0.0:
+                ratios.setdefault(size, []).append(middle(c.verify for c in costs) / own)
+    return {size: statistics.median(values) for size, values in sorted(ratios.items())}
 
 
 def draft_costs(samples: Sequence[DraftSample]) -> dict[str, DraftCost]:

@@ -18,9 +18,9 @@ from server.compose import Parts, default_speculator, draft_vocabularies, make_e
 from server.local import run_requests
 from server.settings import Settings
 from server.speculation import KeptSpeculator
-from server.tuning.measure import chunk_curve, decode_table, page_factors
+from server.tuning.measure import chunk_curve, decode_table
 from server.tuning.predict import Choice
-from server.tuning.record import DraftSample, Recorder, Watched, metered, seconds_of
+from server.tuning.record import DraftSample, Recorder, StepCost, Watched, metered, seconds_of
 from server.tuning.search import CHUNKS, PAGES, Workload, vocabularies
 from server.tuning.traces import Curve, Machine, StepCurves, Trace
 from server.tuning.turns import Turn, with_steps
@@ -58,14 +58,13 @@ class Effort:
 
     table_seconds: float = 4.0
     chunk_repeats: int = 9
-    page_repeats: int = 15
     rounds: int = 5  # of runs that tell what steps and drafters cost, so that one slow second does not count
 
     @staticmethod
     def within(minutes: float) -> Effort:
         """Less of everything where there are less than four minutes for the whole of tuning."""
         share = min(1.0, max(0.05, minutes / 4.0))
-        return Effort(4.0 * share, max(3, round(9 * share)), max(3, round(15 * share)), max(1, round(5 * share)))
+        return Effort(4.0 * share, max(3, round(9 * share)), max(1, round(5 * share)))
 
 
 @dataclass(slots=True)
@@ -109,10 +108,7 @@ class Session:
         decode = self._decode = decode_table(self.parts, self.parts.settings.page_size, self.effort.table_seconds)
         note("timing prompt chunks")
         chunk, per_key = chunk_curve(self.parts, CHUNK_SIZES, self.effort.chunk_repeats)
-        note("timing page sizes")
-        contexts = [step.load.context for step in recorder.steps] or [1]
-        pages = page_factors(self.parts, PAGES, int(statistics.median(contexts)), self.effort.page_repeats)
-        sizes = vocabularies(self.says)
+        sizes, here = vocabularies(self.says), self.parts.settings.page_size
         turns = []
         for number in range(self.effort.rounds):
             for load in sorted({1, *self.loads}):
@@ -127,9 +123,12 @@ class Session:
                     turn.drafts += self._drafted(group, load)
                     for size in sizes if load == 1 and start < 2 else ():
                         turn.cut[size] = self._drafted(group, load, size)
+                    for size in PAGES if load == 1 and start < 2 else ():
+                        if size != here:
+                            turn.pages[size] = self._paged(group, load, size)
         context = statistics.mean(len(r.prompt_ids) + min(SAMPLE_TOKENS, r.sampling.max_tokens) / 2 for r in self.requests)
         level = StepCurves(Curve(((1.0, 0.0),)))
-        machine = Machine(decode, chunk, level, level, pages=pages, chunk_per_key=per_key)
+        machine = Machine(decode, chunk, level, level, pages={here: 1.0}, chunk_per_key=per_key)
         return with_steps(machine, turns, context, set(self.says))
 
     def _drafted(self, requests: Sequence[Request], load: int, vocabulary: int = 0) -> list[DraftSample]:
@@ -137,6 +136,11 @@ class Session:
         capped = Recorder(self.calibration, CAPS)
         metered(self._recording(capped, vocabulary), self._fresh(requests), load)
         return capped.samples
+
+    def _paged(self, requests: Sequence[Request], load: int, page_size: int) -> list[StepCost]:
+        """What steps without drafters take with pages of another size."""
+        engine = self._engine(self.settings(dataclasses.replace(self.usual, page_size=page_size)))
+        return metered(engine, self._fresh(requests), load).costs
 
     def workload(self, traces: Sequence[Trace], machine: Machine) -> Workload:
         temperature = self.requests[0].sampling.temperature

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from server.tuning.measure import Sample, cut_factors, draft_costs, middle, step_curves
+from server.tuning.measure import Sample, cut_factors, draft_costs, middle, page_factors, step_curves
 from server.tuning.record import DraftSample, StepCost
 from server.tuning.traces import Machine, StepCurves
 from spec.cost_table import CostTable
@@ -21,13 +21,14 @@ ENOUGH = 20  # steps of a kind that a cost is made of
 @dataclass(slots=True)
 class Turn:
     """Runs that follow each other under one load: without drafters, with them under the price rule, and with every depth asked for in
-    turn, the last also with drafters of a shorter list of tokens (by its length)."""
+    turn, the last also with drafters of a shorter list of tokens (by its length), and without drafters in pages of another size."""
 
     load: int
     plain: list[StepCost] = field(default_factory=list)
     drafting: list[StepCost] = field(default_factory=list)
     drafts: list[DraftSample] = field(default_factory=list)
     cut: dict[int, list[DraftSample]] = field(default_factory=dict)
+    pages: dict[int, list[StepCost]] = field(default_factory=dict)
 
 
 def paces(turns: Sequence[Turn], decode: CostTable, context: float) -> list[float]:
@@ -75,6 +76,7 @@ def with_steps(machine: Machine, turns: Sequence[Turn], context: float, names: s
         asking_ms=max(0.0, middle(_others(vain)) - middle(_others(resting))) if len(_others(vain)) >= ENOUGH else 0.0,
         drafts=draft_costs(drafts),
         cuts=cut_factors(drafts, cut, names),
+        pages=machine.pages | page_factors((turn.plain, turn.pages) for turn in turns),
     )
 
 
