@@ -166,6 +166,16 @@ class Forward {
         if (source != target && forms(op, layer).second) std::memcpy(target, source, static_cast<size_t>(width) * sizeof(float));
     }
 
+    // Half of what is about to be read lies in another core's cache: all of it is asked for at once.
+    void fetch_source(Op op, int rows, int width) const {
+        if (op == Op::FusionInput) return;
+        const float* base = op == Op::OutputInput ? s_.attended.data() : (op == Op::DownInput ? s_.inner.data() : s_.x.data());
+        const size_t stride = op == Op::OutputInput ? s_.q_stride : static_cast<size_t>(width);
+        for (int r = 0; r < rows; ++r) {
+            for (int c = 0; c < width; c += 16) prefetch(base + static_cast<size_t>(r) * stride + c);
+        }
+    }
+
     // An empty weight: no norm.
     void norm_row(const float* x, const std::vector<float>& weight, int width, float* out) const {
         if (!weight.empty()) {
@@ -207,12 +217,13 @@ class Forward {
         const bool few = is_few(rows, how);
         if (t.prepared != phase_) {
             const bool quantised = forms(op, layer).first;
+            if (rows > 1) fetch_source(op, rows, width);
             for (int r = 0; r < rows; ++r) prepare_row(op, layer, r, quantised, t.quantised.data(), t.values.data());
-            if (quantised && few && has_image(how)) few_image(t.quantised.data(), width, rows, how, t.image.data());
+            if (quantised && few && has_image(rows, how)) few_image(t.quantised.data(), width, rows, how, t.image.data());
             t.prepared = phase_;
         }
         out.quantised = t.quantised.data();
-        if (few) out.image = has_image(how) ? t.image.data() : t.quantised.data();
+        if (few) out.image = has_image(rows, how) ? t.image.data() : t.quantised.data();
         out.values = t.values.data();
         return out;
     }

@@ -32,10 +32,31 @@ inline size_t unpacked_bytes(const Packed& w) { return static_cast<size_t>(w.pai
 // Whether the codes that `unpack_block` writes are unsigned.
 constexpr bool unpacks_unsigned(Kind kind, Fine fine) { return kind == Kind::Q8Min || (kind == Kind::Q4Min && fine == Fine::Bits12); }
 
+// Codes of 4 bits as bytes behind 16 times the codes: of the upper ones these are there already.
+template <Kind K>
+inline void unpack_block_twice(const uint8_t* w, uint8_t* out) {
+    const __m512i lower = _mm512_set1_epi8(15), upper = _mm512_set1_epi8(-16);
+    const auto put = [&](int line, __m512i code, __m512i times16) {
+        if constexpr (K == Kind::Q4Offset) {
+            code = _mm512_sub_epi8(code, _mm512_set1_epi8(8));
+            times16 = _mm512_xor_si512(times16, _mm512_set1_epi8(-128));  // 16 * (code - 8), as signed bytes
+        }
+        _mm512_store_si512(out + 64 * line, times16);
+        _mm512_store_si512(out + kUnpackedBlock + 64 * line, code);
+    };
+    for (int j = 0; j < 4; ++j) {
+        const __m512i raw = _mm512_loadu_si512(w + 64 * j);
+        const __m512i low = _mm512_and_si512(raw, lower), high = _mm512_and_si512(raw, upper);
+        put(j, low, _mm512_slli_epi16(low, 4));
+        put(j + 4, _mm512_srli_epi16(high, 4), high);
+    }
+}
+
 // One block's codes as bytes: unsigned for Q8Min, signed with the offset taken off for the kinds that have one, 0..15 for Q4Min.
 // For rows of 12 bits 16 times the codes lie before them.
 template <Kind K, Fine A>
 inline void unpack_block(const uint8_t* w, uint8_t* out) {
+    if constexpr (A == Fine::Bits12) return unpack_block_twice<K>(w, out);
     Codes codes;
     if constexpr (K <= Kind::Q4Offset) {
         unpack_nibbles(w, codes);
@@ -46,13 +67,7 @@ inline void unpack_block(const uint8_t* w, uint8_t* out) {
     for (int j = 0; j < 8; ++j) {
         __m512i line = codes.c[j];
         if constexpr (K == Kind::Q4Offset || K == Kind::Q8Offset) line = _mm512_sub_epi8(line, offset);
-        if constexpr (A == Fine::Bits12) {
-            const __m512i times16 = _mm512_and_si512(_mm512_slli_epi16(line, 4), _mm512_set1_epi8(-16));
-            _mm512_store_si512(out + 64 * j, times16);
-            _mm512_store_si512(out + kUnpackedBlock + 64 * j, line);
-        } else {
-            _mm512_store_si512(out + 64 * j, line);
-        }
+        _mm512_store_si512(out + 64 * j, line);
     }
 }
 

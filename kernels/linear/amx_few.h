@@ -12,16 +12,17 @@ namespace fs::FS_ISA {
 
 constexpr int kFewRows = 8;
 #if defined(FS_AMX)
-constexpr int kFewest = 5, kFewestInParts = 2;  // fewer rows are faster on the vector unit
-inline bool is_few(int n, Fine fine) { return n >= (in_parts(fine) ? kFewestInParts : kFewest) && n <= kFewRows; }
+// Fewer rows are faster on the vector unit.
+constexpr int fewest(Fine fine) { return fine == Fine::Bits8 ? 5 : (fine == Fine::Bits12 ? 3 : 2); }
+inline bool is_few(int n, Fine fine) { return n >= fewest(fine) && n <= kFewRows; }
 #else
 inline bool is_few(int, Fine) { return false; }
 #endif
 
-// Rows of 12 bits are read where they were quantised: high and low codes of a row are one line.
-inline bool has_image(Fine fine) { return fine != Fine::Bits12; }
+// More than four rows of 12 bits are read where they were quantised: high and low codes of a row are one line.
+inline bool has_image(int n, Fine fine) { return fine != Fine::Bits12 || n <= 4; }
 
-// The image of up to eight quantised rows of 8 or 16 bits: per pair of blocks 2n lines of codes (4n for rows in parts), then per block n scales and n scaled sums.
+// The image of up to eight quantised rows: per pair of blocks 2n lines of codes (4n for rows in parts), then per block n scales and n scaled sums.
 inline size_t few_lines(int n, Fine fine) { return static_cast<size_t>(n) * (in_parts(fine) ? 4 : 2); }
 inline size_t few_bytes(int in, int n, Fine fine) {
     const size_t pairs = static_cast<size_t>(in + 2 * kBlock - 1) / (2 * kBlock);
@@ -56,7 +57,7 @@ constexpr int few_tile_rows(int n, Fine fine) { return in_parts(fine) && n <= 4 
 
 // Tiles 0, 1 and 6, 7: sums. 2, 3: activations. 4, 5: weights (16 rows of 16 x 4 bytes: two blocks).
 inline void few_configure(int n, Fine fine) {
-    if (fine == Fine::Bits12) return amx_configure_linear(fine, n);
+    if (!has_image(n, fine)) return amx_configure_linear(fine, n);
     TileShapes shapes;
     for (int tile : {0, 1, 2, 3, 6, 7}) shapes.set(tile, few_tile_rows(n, fine), 64);
     for (int tile : {4, 5}) shapes.set(tile, 16, 64);
@@ -155,7 +156,7 @@ inline void few_tile_of(const Packed& w, int tile, const uint8_t* image, int n, 
     }
 }
 
-// Rows of 12 bits are multiplied as they lie, block by block.
+// Rows of 12 bits: a few as an image, more as they lie, block by block.
 template <Kind K, int N>
 inline void few_tile_fine(const uint8_t* w, int pairs, const uint8_t* group, F* out) {
     alignas(64) uint8_t ring[kRing * 2 * unpacked_block(Fine::Bits12)];
@@ -165,9 +166,8 @@ inline void few_tile_fine(const uint8_t* w, int pairs, const uint8_t* group, F* 
 template <Kind K>
 inline void few_tile_fine_of(const Packed& w, int tile, const uint8_t* group, int n, F* out) {
     switch (n) {
-        case 2: few_tile_fine<K, 2>(w.tile(tile), w.pairs, group, out); break;
-        case 3: few_tile_fine<K, 3>(w.tile(tile), w.pairs, group, out); break;
-        case 4: few_tile_fine<K, 4>(w.tile(tile), w.pairs, group, out); break;
+        case 3: few_tile<K, 3, Fine::Bits12>(w.tile(tile), w.pairs, group, out); break;
+        case 4: few_tile<K, 4, Fine::Bits12>(w.tile(tile), w.pairs, group, out); break;
         case 5: few_tile_fine<K, 5>(w.tile(tile), w.pairs, group, out); break;
         case 6: few_tile_fine<K, 6>(w.tile(tile), w.pairs, group, out); break;
         case 7: few_tile_fine<K, 7>(w.tile(tile), w.pairs, group, out); break;
@@ -186,7 +186,7 @@ inline void few_tile_as(const Packed& w, int tile, const uint8_t* image, int n, 
     }
 }
 
-// out[0..n) = the rows of the image (of 12 bits: of the group) times the 16 outputs of `tile`.
+// out[0..n) = the rows of the image (without one: of the group) times the 16 outputs of `tile`.
 inline void few_tile_any(const Packed& w, int tile, const uint8_t* image, int n, F* out) {
     switch (w.kind) {
         case Kind::Q4Min: few_tile_as<Kind::Q4Min>(w, tile, image, n, out); break;

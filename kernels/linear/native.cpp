@@ -13,19 +13,44 @@
 
 namespace fs::FS_ISA {
 
-template <Kind K, int R>
-inline void block_dots(const Codes& w, const uint8_t* rows, I* dot) {
+template <Kind K, int R, int Step>
+FS_INLINE void block_dots(const Codes& w, const uint8_t* rows, I* dot) {
     if constexpr (K <= Kind::Q4Offset) {
-        dot_nibbles<R, kActRow>(w, reinterpret_cast<const int8_t*>(rows), dot);
+        dot_nibbles<R, Step>(w, reinterpret_cast<const int8_t*>(rows), dot);
     } else {
-        dot_bytes<R, kActRow>(w, reinterpret_cast<const int8_t*>(rows), dot);
+        dot_bytes<R, Step>(w, reinterpret_cast<const int8_t*>(rows), dot);
     }
 }
 
-// `rows`: the first row's codes, `fields`: its fields in the same record.
+// Dot products of R rows whose codes and fields begin here, whole numbers. High and low codes of a row in parts are two rows to the
+// instruction, and neither waits for the other.
 template <Kind K, int R, Fine A>
-inline void quantised_block(const uint8_t* codes, const uint8_t* scale, const uint8_t* minimum, const uint8_t* rows, const uint8_t* fields,
-                            F (&acc)[R]) {
+FS_INLINE void whole_dots(const Codes& w, const uint8_t* rows, const uint8_t* fields, I (&dot)[R]) {
+    const auto whole = [fields](size_t offset, int r) { return *reinterpret_cast<const int32_t*>(fields + offset + kActField * static_cast<size_t>(r)); };
+    const auto start = [&](int r) {
+        if constexpr (K == Kind::Q4Offset) return set1(whole(kActMinus8, r));
+        if constexpr (K == Kind::Q8Min) return set1(kBytesShift == 0 ? 0 : -whole(kActMinus128, r));
+        if constexpr (K == Kind::Q8Offset) return set1(kBytesShift == 0 ? whole(kActMinus128, r) : 0);
+        return set1(0);
+    };
+    if constexpr (in_parts(A)) {
+        I parts[2 * R];
+        each<R>([&](auto r) __attribute__((always_inline)) {
+            parts[2 * r] = set1(0);
+            parts[2 * r + 1] = start(r);
+        });
+        block_dots<K, 2 * R, kActLow>(w, rows, parts);
+        each<R>([&](auto r) __attribute__((always_inline)) { dot[r] = join_parts<A>(parts[2 * r], parts[2 * r + 1]); });
+    } else {
+        each<R>([&](auto r) __attribute__((always_inline)) { dot[r] = start(r); });
+        block_dots<K, R, kActRow>(w, rows, dot);
+    }
+}
+
+// `rows`: the first row's codes, `fields`: its fields in the same record. Rows in parts go four at a time: that many sums stay in registers.
+template <Kind K, int R, Fine A>
+FS_INLINE void quantised_block(const uint8_t* codes, const uint8_t* scale, const uint8_t* minimum, const uint8_t* rows, const uint8_t* fields,
+                               F (&acc)[R]) {
     Codes w;
     if constexpr (K <= Kind::Q4Offset) {
         unpack_nibbles(codes, w);
@@ -36,33 +61,19 @@ inline void quantised_block(const uint8_t* codes, const uint8_t* scale, const ui
     F m = zero();
     if constexpr (K == Kind::Q4Min) m = load_half(reinterpret_cast<const uint16_t*>(minimum));
     if constexpr (K == Kind::Q8Min) m = load(reinterpret_cast<const float*>(minimum));
-    const auto field = [fields](size_t offset, int r) { return fields + offset + kActField * static_cast<size_t>(r); };
-    const auto real = [&](size_t offset, int r) { return set1(*reinterpret_cast<const float*>(field(offset, r))); };
-    const auto whole = [&](size_t offset, int r) { return *reinterpret_cast<const int32_t*>(field(offset, r)); };
-    I dot[R];
-    if constexpr (in_parts(A)) {
-#pragma GCC unroll 16
-        for (int r = 0; r < R; ++r) dot[r] = set1(0);
-        block_dots<K, R>(w, rows, dot);
-    }
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-        I start = set1(0);
-        if constexpr (K == Kind::Q4Offset) start = set1(whole(kActMinus8, r));
-        if constexpr (K == Kind::Q8Min) start = set1(kBytesShift == 0 ? 0 : -whole(kActMinus128, r));
-        if constexpr (K == Kind::Q8Offset) start = set1(kBytesShift == 0 ? whole(kActMinus128, r) : 0);
-        if constexpr (in_parts(A)) {
-            dot[r] = join_parts<A>(dot[r], start);
-        } else {
-            dot[r] = start;
-        }
-    }
-    block_dots<K, R>(w, in_parts(A) ? rows + kActLow : rows, dot);
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-        acc[r] = fma(mul(d, real(kActScale, r)), to_float(dot[r]), acc[r]);
-        if constexpr (K == Kind::Q4Min || K == Kind::Q8Min) acc[r] = fma(m, real(kActScaledSum, r), acc[r]);
-    }
+    constexpr int kStep = in_parts(A) ? 4 : 8;
+    each<(R + kStep - 1) / kStep>([&](auto group) __attribute__((always_inline)) {
+        constexpr int kFirst = group * kStep, kCount = R - kFirst < kStep ? R - kFirst : kStep;
+        const uint8_t* own = fields + kActField * kFirst;
+        I dot[kCount];
+        whole_dots<K, kCount, A>(w, rows + kActRow * kFirst, own, dot);
+        each<kCount>([&](auto r) __attribute__((always_inline)) {
+            const auto* real = reinterpret_cast<const float*>(own + kActField * static_cast<size_t>(r));
+            F& sum = acc[kFirst + r];
+            sum = fma(mul(d, set1(real[0])), to_float(dot[r]), sum);
+            if constexpr (K == Kind::Q4Min || K == Kind::Q8Min) sum = fma(m, set1(real[1]), sum);
+        });
+    });
 }
 
 // Bytes ahead of the reader that are asked for: far ahead into the second-level cache, then into the first. (One distance for both costs

@@ -50,7 +50,7 @@ void linear(Team& team, const Packed& w, const float* x, int rows, float* y) {
         clear_rest(w.in, rows, act.data());
         job.x.quantised = act.data();
         job.x.group_bytes = act_group_bytes(w.in);
-        if (is_few(rows, w.fine) && !has_image(w.fine)) {
+        if (is_few(rows, w.fine) && !has_image(rows, w.fine)) {
             job.x.image = act.data();
         } else if (is_few(rows, w.fine)) {
             image.resize(few_bytes(w.in, rows, w.fine));

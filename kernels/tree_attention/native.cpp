@@ -10,6 +10,7 @@
 
 namespace fs::FS_ISA {
 
+constexpr int kFewQueries = 4 * kQueryTile;  // that read keys and values where they lie; more are worth float32 copies
 constexpr int kTreeScores = kMaxTree + 16;
 
 struct AttentionScratch {
@@ -103,7 +104,7 @@ template <class T>
 void score_range(const HeadView<T>& head, const float* const* q, int queries, int begin, int end, float* out, size_t out_stride, float* copies) {
     // Keys are used in place when 16 of them are one vector and few queries share them; otherwise as float32 copies.
     const bool vectors = head.page_size % 16 == 0;
-    const bool in_place = vectors && (sizeof(T) == 4 || queries <= kQueryTile);
+    const bool in_place = vectors && (sizeof(T) == 4 || queries <= kFewQueries);
     for (int index = begin; index < end;) {
         const int blocks = std::min(kKeyTile, (end - index + 15) / 16);
         float* target = out + (index - begin);
@@ -137,7 +138,7 @@ void value_range(const HeadView<T>& head, const float* w, int queries, int begin
         index += n;
     }
     if (count == 0) return;
-    if (sizeof(T) == 4 || queries <= kQueryTile || head.d % 16 != 0) {
+    if (sizeof(T) == 4 || queries <= kFewQueries || head.d % 16 != 0) {
         value_runs(w, kChunk, queries, runs, count, head.d, sums, sums_stride);
         return;
     }

@@ -146,15 +146,38 @@ inline void unpack_nibbles(const uint8_t* w, Codes& out) {
 inline void unpack_bytes(const uint8_t* w, Codes& out) {
     for (int j = 0; j < 8; ++j) out.c[j] = _mm512_loadu_si512(w + 64 * j);
 }
-// Rows are taken in step, four at a time: four independent chains hide the latency of the dot product.
+// Rows are taken in step, eight at a time, and of fewer rows the codes in parts: eight independent chains hide the latency of the dot
+// product, also where a neighbour on the same core leaves half of the window. Sums of integers: any order, the same sum.
 template <int R, int Step>
 inline void dot_codes(const Codes& w, const int8_t* q, I* s) {
-#pragma GCC unroll 4
-    for (int first = 0; first < R; first += 4) {
+    constexpr int kParts = R <= 2 ? 4 : (R <= 4 ? 2 : 1), kSpan = 8 / kParts;
+#pragma GCC unroll 2
+    for (int first = 0; first < R; first += 8) {
+        const int last = first + 8 < R ? first + 8 : R;
+        __m512i part[kParts][8];
 #pragma GCC unroll 8
-        for (int j = 0; j < 8; ++j) {
+        for (int r = first; r < last; ++r) {
+            part[0][r - first] = s[r].v;
 #pragma GCC unroll 4
-            for (int r = first; r < (first + 4 < R ? first + 4 : R); ++r) s[r].v = _mm512_dpbusd_epi32(s[r].v, w.c[j], bcast4(q + Step * r + 4 * j));
+            for (int p = 1; p < kParts; ++p) part[p][r - first] = _mm512_setzero_si512();
+        }
+#pragma GCC unroll 8
+        for (int j = 0; j < kSpan; ++j) {
+#pragma GCC unroll 4
+            for (int p = 0; p < kParts; ++p) {
+#pragma GCC unroll 8
+                for (int r = first; r < last; ++r) {
+                    const int at = p * kSpan + j;
+                    part[p][r - first] = _mm512_dpbusd_epi32(part[p][r - first], w.c[at], bcast4(q + Step * r + 4 * at));
+                }
+            }
+        }
+#pragma GCC unroll 8
+        for (int r = first; r < last; ++r) {
+            __m512i sum = part[0][r - first];
+            if constexpr (kParts == 2) sum = _mm512_add_epi32(sum, part[1][r - first]);
+            if constexpr (kParts == 4) sum = _mm512_add_epi32(_mm512_add_epi32(sum, part[1][r - first]), _mm512_add_epi32(part[2][r - first], part[3][r - first]));
+            s[r].v = sum;
         }
     }
 }
