@@ -19,7 +19,7 @@ from spec.target import TargetModel
 
 MEASURE_SECONDS = 1.0
 SAVE_EVERY_SECONDS = 30.0
-LEARN_FROM = 4  # steps at once
+LEARN_FROM = 8  # steps at once
 
 log = logging.getLogger("forespeak.speculation")
 

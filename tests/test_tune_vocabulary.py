@@ -181,3 +181,16 @@ def test_every_turn_counts_at_the_pace_of_its_plain_steps() -> None:
     assert machine.resting.cold.at(1) * once == pytest.approx(5.0)
     assert machine.drafting.cold.at(1) * three == pytest.approx(6.0)
     assert machine.drafting.overhead.at(1) == pytest.approx(0.6)
+
+
+def test_a_page_size_costs_what_its_own_steps_take_beside_the_usual_ones_of_their_turn() -> None:
+    def cost(ms: float) -> StepCost:
+        return StepCost(1, 0, ms / 1e3, 0.0, 0.0, False)
+
+    def turn(slowness: float) -> Turn:
+        return Turn(1, [cost(4.0 * slowness)] * 30, pages={64: [cost(5.0 * slowness)] * 30, 8: [cost(3.0 * slowness)] * 30})
+
+    level = StepCurves(Curve(((1.0, 0.0),)))
+    machine = Machine(CostTable(), Curve(((1.0, 1.0),)), level, level, pages={16: 1.0})
+    found = with_steps(machine, [turn(1.0), turn(3.0), turn(1.0)], 0.0, set()).pages
+    assert found == pytest.approx({16: 1.0, 8: 0.75, 64: 1.25})

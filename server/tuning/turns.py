@@ -76,7 +76,7 @@ def with_steps(machine: Machine, turns: Sequence[Turn], context: float, names: s
         asking_ms=max(0.0, middle(_others(vain)) - middle(_others(resting))) if len(_others(vain)) >= ENOUGH else 0.0,
         drafts=draft_costs(drafts),
         cuts=cut_factors(drafts, cut, names),
-        pages=machine.pages | page_factors((turn.plain, turn.pages) for turn in turns),
+        pages={**machine.pages, **page_factors((turn.plain, turn.pages) for turn in turns)},
     )
 
 

@@ -373,3 +373,28 @@ def test_events_say_when_a_request_started_and_how_long_it_waited() -> None:
         (2, True, 3.0),
         (2, False, 0.0),
     ]
+
+
+def test_looks_become_rarer_where_nothing_is_copied_and_a_newcomer_is_looked_at_at_once() -> None:
+    looks: list[tuple[int, ...]] = []
+
+    class Looking(Hopeful):
+        def hopes(self, views: Sequence[SequenceView]) -> list[int]:
+            looks.append(tuple(view.seq_id for view in views))
+            return super().hopes(views)
+
+    engine = make_engine(decoder(), [Looking("one", ())])
+    steps = 200
+    engine.add(greedy_request(0, PROMPTS[0], steps + 10))
+    for _ in range(steps):
+        engine.step()
+    assert steps / 4 <= len(looks) < steps / 2, "one step in four, after a while"
+    engine.add(greedy_request(1, PROMPTS[1], 10))
+    seen = len(looks)
+    while not any(1 in views for views in looks[seen:]):
+        assert engine.has_work()
+        engine.step()
+    began = len(looks)
+    for _ in range(4):
+        engine.step()
+    assert len(looks) == began + 4
