@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.tuning.predict import Choice, View, accepted_path, offered, predict
+from server.tuning.offered import offered
+from server.tuning.predict import Choice, View, accepted_path, predict
 from server.tuning.search import LoadPoint, Workload, by_load, choices, finalists, search, stops_paying, verdict
 from server.tuning.traces import Curve, DraftCost, Machine, StepCurves, Trace, kept
 from spec.calibration import Calibration
@@ -91,6 +92,20 @@ def test_a_fixed_chain_brings_what_the_script_says() -> None:
         assert (found.steps, found.step_tokens, found.drafted) == (steps, len(rights), nodes)
         plain_passes = steps * 4.0 + nodes * 0.1
         assert found.pass_ms - (4.0 + 25.6 * 49 / 256) == pytest.approx(plain_passes)
+
+
+def test_a_drafter_that_looks_first_is_not_asked_where_it_has_nothing() -> None:
+    """Nothing on offer but at every tenth token: asking costs there only, and what is accepted is the same."""
+    said = trace([6] * 60)
+    offers = tuple(each if i % 10 == 0 else {} for i, each in enumerate(said.offers))
+    dear = machine_of(drafting=1.0)
+    asked, looked = (
+        predict([replace(said, offers=offers)], machine, Choice(("guess",)), 1, lambda: ShapeSpeculator("chain:2"))
+        for machine in (dear, replace(dear, glancing=frozenset({"guess"})))
+    )
+    assert (asked.steps, asked.accepted) == (looked.steps, looked.accepted)
+    assert looked.accepted > 0
+    assert asked.draft_ms > 5.0 * looked.draft_ms > 0.0
 
 
 def test_a_budget_caps_what_a_step_brings() -> None:

@@ -11,14 +11,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from server.tuning.traces import Machine, StepCurves, Trace, depths_of, kept
-from spec.drafter import UNKNOWN, Budget, Outcome
+from server.tuning.offered import offered
+from server.tuning.traces import Machine, StepCurves, Trace
+from spec.drafter import Budget, Outcome
 from spec.request import SamplingParams, SpeculationPolicy
 from spec.scheduler import MAX_PREFILLING
 from spec.speculator import Limit, Load, Speculator, StepRecord
 from spec.tree import EMPTY_TREE, NOTHING, DraftTree, Proposal
-
-_HOPES = 3  # ranks whose mean chance stands for the children of a node
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +68,7 @@ class View:
     num_kv: int = 0
     said: int = 0  # tokens of the answer
     submitted: float = 0.0
+    budget: Budget | None = None  # the latest one it was asked with
 
     @property
     def token_ids(self) -> list[int]:
@@ -130,6 +130,7 @@ class _Run:
         self.choice = choice
         self.speculator = speculator
         self.factor = machine.pages.get(choice.page_size, 1.0)
+        self.glancing = bool(choice.drafters) and all(name in machine.glancing for name in choice.drafters)
         self.views: list[View] = []
         self.begun = 0  # views so far
         self.result = Prediction()
@@ -148,6 +149,7 @@ class _Run:
         load = Load(prompt_tokens, len(decoding) + len(chunks), sum(v.num_kv for v in [*decoding, *(v for v, _ in chunks)]))
         # As the engine has it: a resting step is plain decoding that nobody looks at.
         resting = self.speculator is None or (bool(decoding) and self.speculator.rests(decoding))
+        resting = resting or (self.glancing and bool(decoding) and not any(self._hopes(view) for view in decoding))
         trees, draft_ms, each = self._draft([] if resting else decoding, load)
         trees = trees or [EMPTY_TREE] * len(decoding)
         rows = len(decoding) + sum(len(tree) for tree in trees)
@@ -181,7 +183,7 @@ class _Run:
                 Outcome(view, tree, path, 0, 0, 1 + len(tree), view.said >= len(view.trace.answer))
                 for view, tree, path in zip(decoding, trees, paths, strict=True)
             ]
-            self.speculator.record(StepRecord(rows + prompt_tokens, load, outcomes, each, target, total))
+            self.speculator.record(StepRecord(rows + prompt_tokens, load, outcomes, each, target, total, self.glancing))
         self.views = [view for view in self.views if view.said < len(view.trace.answer)]
 
     def _chunks(self) -> list[tuple[View, int]]:
@@ -201,6 +203,16 @@ class _Run:
                 granted.append((view, tokens))
         return [(oldest, min(_missing(oldest), first + left)), *granted]
 
+    def _hopes(self, view: View) -> bool:
+        """Whether a drafter that looks before it is asked would find enough: a first token that pays by the latest prices."""
+        for name in self.choice.drafters:
+            offer = view.trace.offers[view.said - 1].get(name, NOTHING)
+            if offer.token_ids and (
+                view.budget is None or view.budget.chance(name, 1, 0, offer.confidence[0]) >= view.budget.entry
+            ):
+                return True
+        return False
+
     def _draft(self, views: Sequence[View], load: Load) -> tuple[list[DraftTree], float, dict[str, float]]:
         """Trees as the speculator makes them of the recorded offers, drafting milliseconds in all and by drafter."""
         nothing: list[DraftTree] = [EMPTY_TREE] * len(views)
@@ -210,8 +222,12 @@ class _Run:
         limits = []
         for view in views:
             left = len(view.trace.answer) - view.said - 1
-            limits.append(Limit(most if left > 0 else 0, max(0, min(left, most))))
+            room = most if left > 0 and (not self.glancing or self._hopes(view)) else 0
+            limits.append(Limit(room, max(0, min(left, room))))
         budgets = self.speculator.budgets(views, limits, load)
+        for view, budget in zip(views, budgets, strict=True):
+            if budget.max_nodes:
+                view.budget = budget
         if not any(budget.max_nodes for budget in budgets):
             return nothing, 0.0, {}
         proposals: dict[str, list[Proposal]] = {}
@@ -228,69 +244,6 @@ class _Run:
 
 def _missing(view: View) -> int:
     return view.trace.prompt_tokens - view.num_kv
-
-
-def offered(
-    name: str, views: Sequence[View], budgets: Sequence[Budget], machine: Machine
-) -> tuple[list[Proposal], float | None]:
-    """What a drafter would offer under these budgets, of all it can offer, and its milliseconds (None = it is not asked).
-
-    Level by level: one more pass is made as long as the tokens it is expected to bring are worth its milliseconds, all
-    sequences together. That is how drafters that run passes decide; for one that looks things up a level costs nothing.
-    """
-    asked = [i for i, budget in enumerate(budgets) if budget.wants(name)]
-    if not asked:
-        return [NOTHING] * len(views), None
-    cost = machine.drafts[name]
-    offers = {i: _priced(name, views[i].trace.offers[views[i].said - 1].get(name, NOTHING), budgets[i]) for i in asked}
-    deepest = max((max(depths, default=0) for _, depths, _ in offers.values()), default=0)
-    depth, spent = 0, cost.ms(0, len(asked))
-    while depth < deepest:
-        ms = cost.ms(depth + 1, len(asked))
-        gain = sum(_hope(name, budgets[i], offers[i], depth) for i in asked)
-        if gain <= budgets[asked[0]].pass_price(max(0.0, ms - spent)):
-            break
-        depth, spent = depth + 1, max(ms, spent)
-    result = [NOTHING] * len(views)
-    for i in asked:
-        proposal, depths, paths = offers[i]
-        best = sorted((d > depth, -path, n) for n, (d, path) in enumerate(zip(depths, paths, strict=True)))
-        chosen = {n for deep, _, n in best[: budgets[i].max_nodes] if not deep}
-        if chosen:
-            result[i] = kept(proposal, [n in chosen for n in range(len(depths))])
-    return result, spent
-
-
-Priced = tuple[Proposal, list[int], list[float]]  # a proposal, its nodes' depths, their path chances
-
-
-def _priced(name: str, proposal: Proposal, budget: Budget) -> Priced:
-    """The nodes within the depth whose path chance is worth the price."""
-    depths = depths_of(proposal)
-    paths: list[float] = []
-    keep: list[bool] = []
-    for depth, parent, rank, confidence in zip(depths, proposal.parents, proposal.ranks, proposal.confidence, strict=True):
-        above = 1.0 if parent < 0 else paths[parent]
-        path = above * min(1.0, budget.chance(name, depth, rank, confidence)) if depth <= budget.max_depth else 0.0
-        paths.append(path)
-        keep.append(path > 0.0 and path >= budget.price and (parent < 0 or keep[parent]))
-    if all(keep):
-        return proposal, depths, paths
-    marks = list(zip(depths, paths, keep, strict=True))
-    return kept(proposal, keep), [d for d, _, k in marks if k], [p for _, p, k in marks if k]
-
-
-def _hope(name: str, budget: Budget, offer: Priced, depth: int) -> float:
-    """Tokens expected, net of price, of one more level below `depth`, before its scores are known."""
-    if depth + 1 > budget.max_depth:
-        return 0.0
-    _, depths, paths = offer
-    above = [1.0] if depth == 0 else [path for d, path in zip(depths, paths, strict=True) if d == depth]
-    gain = 0.0
-    for rank in range(_HOPES):
-        hope = budget.chance(name, depth + 1, rank, UNKNOWN)
-        gain += sum(max(0.0, path * hope - budget.price) for path in above)
-    return gain
 
 
 def accepted_path(tree: DraftTree, truth: Sequence[int]) -> tuple[int, ...]:

@@ -78,6 +78,7 @@ class Session:
     calibration: Calibration
     effort: Effort = Effort()
     _decode: CostTable | None = None
+    _glancing: frozenset[str] = frozenset()
     _ids: itertools.count[int] = field(default_factory=itertools.count)
 
     @property
@@ -128,7 +129,7 @@ class Session:
                             turn.pages[size] = self._paged(group, load, size)
         context = statistics.mean(len(r.prompt_ids) + min(SAMPLE_TOKENS, r.sampling.max_tokens) / 2 for r in self.requests)
         level = StepCurves(Curve(((1.0, 0.0),)))
-        machine = Machine(decode, chunk, level, level, pages={here: 1.0}, chunk_per_key=per_key)
+        machine = Machine(decode, chunk, level, level, pages={here: 1.0}, chunk_per_key=per_key, glancing=self._glancing)
         return with_steps(machine, turns, context, set(self.says))
 
     def _drafted(self, requests: Sequence[Request], load: int, vocabulary: int = 0) -> list[DraftSample]:
@@ -228,6 +229,7 @@ class Session:
         """As `serve` makes it, but for the costs, which were measured once for all, and the kept calibration, which stays as it is."""
 
         def speculator(parts: Parts, config: EngineConfig, target: TargetModel, drafters: Sequence[Drafter]) -> Speculator:
+            self._glancing |= {drafter.name for drafter in drafters if hasattr(drafter, "hopes")}
             if settings.tree_shape or self._decode is None:
                 return wrap(default_speculator(parts, config, target, drafters))
             calibration = Calibration()

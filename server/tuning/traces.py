@@ -84,7 +84,7 @@ class Machine:
     `decode`: T(rows, context, sequences) of scored rows. `chunk`: a pass over so many prompt tokens, of which the last is scored.
     `chunk_per_key`: what a committed key adds to a prompt token. `plain`: steps of an engine without drafters; `drafting` and `resting`: of one with them, with and
     without a tree to verify (None: as plain), and `asking_ms` what a step without one costs more when drafters were asked.
-    `pages`: the factor on passes by page size. `cuts`: the factor on a drafter's milliseconds when it may say so many tokens only.
+    `glancing`: drafters that tell beforehand that they have nothing to offer. `pages`: the factor on passes by page size. `cuts`: the factor on a drafter's milliseconds when it may say so many tokens only.
     """
 
     decode: CostTable
@@ -97,6 +97,7 @@ class Machine:
     cuts: Mapping[tuple[str, int], float] = field(default_factory=dict)
     resting: StepCurves | None = None
     asking_ms: float = 0.0
+    glancing: frozenset[str] = frozenset()
 
     def cut(self, vocabulary: int) -> Machine:
         """With drafters that may say so many tokens; those without a list of their own cost what they cost."""
