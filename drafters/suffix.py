@@ -28,8 +28,8 @@ _SURE = 0.97
 _SCORES = (*_BASE, *[_SURE] * (LONGEST + 1 - len(_BASE)))
 _ELSEWHERE = 0.5  # what an occurrence in another text weighs
 _CHILDREN = 4  # branches of one node at most
-_LOOK_ANEW = 64  # steps for which a floor holds at most
-_FLOOR_HOLDS = 6  # steps for which it is not worked out again
+_LOOK_ANEW = 64  # tokens for which a floor holds at most
+_FLOOR_HOLDS = 6  # tokens for which it is not worked out again
 
 Branch = tuple[list[int], int, int, float]  # tokens of a text, next position in it, match length, weight
 
@@ -59,7 +59,7 @@ def _floor(name: str, budget: Budget) -> _Floor:
 class _Tracked:
     """What is remembered of one open sequence."""
 
-    __slots__ = ("floor", "index", "left", "prompt_len", "size", "tenant")
+    __slots__ = ("floor", "index", "known", "left", "prompt_len", "size", "tenant")
 
     def __init__(self, view: SequenceView, index: Index) -> None:
         self.index = index
@@ -67,7 +67,8 @@ class _Tracked:
         self.tenant = view.tenant
         self.floor = _ANYTHING
         self.size = -1  # power of two of sequences beside which it holds
-        self.left = 0  # steps for which it holds
+        self.left = 0  # tokens for which it holds
+        self.known = False  # it was worked out for this sequence
 
 
 class SuffixDrafter:
@@ -92,7 +93,9 @@ class SuffixDrafter:
         self._open: dict[int, _Tracked] = {}
         self._answers: OrderedDict[str, RecentTexts] = OrderedDict()
         self._ops = ops
-        self._usual: dict[int, _Floor] = {}  # the latest floor of anybody, by power of two of sequences
+        # The latest floor of a sequence of which nothing was known yet, by power of two of sequences: a newcomer's until it has its
+        # own. (One that drafts were wrong on has a floor that newcomers must not start from.)
+        self._usual: dict[int, _Floor] = {}
 
     def open(self, view: SequenceView) -> None:
         self._open[view.seq_id] = _Tracked(view, self._ops.index())
@@ -108,7 +111,7 @@ class SuffixDrafter:
                 tracked = self._track(view)
             index, texts, floor = tracked.index, self._answers.get(tracked.tenant), tracked.floor
             fresh = tokens[len(index.tokens) :]
-            tracked.left -= 1
+            tracked.left -= len(fresh) or 1
             if tracked.size != size:  # the price of a node goes with the load
                 tracked.size, tracked.left = size, _LOOK_ANEW
                 floor = tracked.floor = self._usual.get(size, _ANYTHING)
@@ -126,7 +129,9 @@ class SuffixDrafter:
             if tracked.floor is not _ANYTHING and tracked.left > _LOOK_ANEW - _FLOOR_HOLDS:
                 continue
             tracked.left = _LOOK_ANEW
-            tracked.floor = self._usual[tracked.size] = _floor(self.name, budget)
+            tracked.floor = _floor(self.name, budget)
+            if not tracked.known:
+                tracked.known, self._usual[tracked.size] = True, tracked.floor
         return [self._draft(view, budget) for view, budget in zip(views, budgets, strict=True)]
 
     def observe(self, outcomes: Sequence[Outcome], hidden: torch.Tensor) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -206,3 +207,20 @@ def test_it_costs_microseconds(kind: str) -> None:
         drafter.propose([view], [budget(nodes=8)])
         best = min(best, time.perf_counter() - began)
     assert best < 1e-3
+
+
+def test_a_newcomer_does_not_start_from_the_floor_of_one_that_drafts_were_wrong_on() -> None:
+    """The price a sequence asks for says what is known of that sequence; the next one is looked at as if nothing were known."""
+    drafter = SuffixDrafter()
+    paying = replace(budget(), entry=0.3)
+    hopeless = replace(budget(chance=lambda *_: 0.01), entry=0.3)
+    first = View(0, [5, 6, 7, 8, 9, 5, 6, 7])
+    assert list(drafter.hopes([first])) == [0]
+    drafter.propose([first], [paying])
+    for _ in range(20):  # long enough for its floor to be worked out again
+        first.token_ids += [8, 9, 5, 6, 7]
+        if list(drafter.hopes([first])):
+            drafter.propose([first], [hopeless])
+    assert list(drafter.hopes([first])) == [], "nothing pays on this one any more"
+    second = View(1, [5, 6, 7, 8, 9, 5, 6, 7])
+    assert list(drafter.hopes([second])) == [0]
