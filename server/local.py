@@ -8,12 +8,15 @@ from __future__ import annotations
 import gc
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from spec.engine import Engine
 from spec.errors import RequestError
 from spec.request import Request, TokenEvent
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -125,6 +128,18 @@ def run_requests(
 
     A request the engine refuses becomes a completion with finish_reason "error". `before_step(n)` is called ahead of step n.
     """
+    return in_turn([stepping(engine, requests, concurrency, on_finish, before_step)])[0]
+
+
+def stepping(
+    engine: Engine,
+    requests: Sequence[Request],
+    concurrency: int = 1,
+    on_finish: Callable[[Completion], None] | None = None,
+    before_step: Callable[[int], None] | None = None,
+    after_step: Callable[[], None] | None = None,
+) -> Generator[None, None, list[Completion]]:
+    """`run_requests`, stopping ahead of every step. `after_step` is called as soon as a step is over."""
     waiting = deque(requests)
     done: dict[int, Completion] = {}
     running: dict[int, Completion] = {}
@@ -142,11 +157,14 @@ def run_requests(
             running[request.id] = completion
         if not running:
             break
+        yield
         if before_step is not None:
             before_step(step)
         step += 1
         events = engine.step()
         now = time.perf_counter()
+        if after_step is not None:
+            after_step()
         for event in events:
             completion = running[event.request_id]
             completion.take(event, now)
@@ -155,3 +173,17 @@ def run_requests(
                 if on_finish is not None:
                     on_finish(completion)
     return [done[request.id] for request in requests]
+
+
+def in_turn(runs: Sequence[Generator[None, None, T]]) -> list[T]:
+    """All runs, a step of each at a time until every one is over: what the machine does meanwhile it does to all of them."""
+    results: dict[int, T] = {}
+    while len(results) < len(runs):
+        for number, run in enumerate(runs):
+            if number in results:
+                continue
+            try:
+                next(run)
+            except StopIteration as end:
+                results[number] = end.value
+    return [results[number] for number in range(len(runs))]

@@ -89,8 +89,8 @@ def run(
         def tried(done: int, total: int) -> None:
             progress.update(task, description="predicting", completed=done, total=total)
 
-        traces, recorder = session.record(note)
-        workload = session.workload(traces, session.measure(recorder, note))
+        traces = session.record(note)
+        workload = session.workload(traces, session.measure(note))
         names = [item.split(":")[0] for item in drafters.split(",")]
         stop = time.monotonic() + 60.0 * minutes * SEARCH_SHARE
         note("predicting")

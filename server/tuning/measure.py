@@ -152,7 +152,8 @@ def _line(values: Mapping[int, list[Seen]]) -> Curve:
 
 
 def page_factors(turns: Iterable[tuple[Sequence[StepCost], Mapping[int, Sequence[StepCost]]]]) -> dict[int, float]:
-    """Passes of an engine with another page size over those of the usual one just before, by page size: the middle over turns.
+    """Passes of an engine with another page size over those of the usual one in the same turn, by page size: the middle over turns, or 1
+    where that is within twice its standard error.
 
     Passes between other work, not the same one again and again: keys that are in no cache are what a page size decides.
     """
@@ -162,7 +163,14 @@ def page_factors(turns: Iterable[tuple[Sequence[StepCost], Mapping[int, Sequence
         for size, costs in others.items():
             if costs and own > 0.0:
                 ratios.setdefault(size, []).append(middle(c.verify for c in costs) / own)
-    return {size: statistics.median(values) for size, values in sorted(ratios.items())}
+    return {size: _beyond_noise(values) for size, values in sorted(ratios.items())}
+
+
+def _beyond_noise(ratios: Sequence[float]) -> float:
+    """The median, or 1. The standard error of a median of n normal values is 1.25 s / sqrt(n), s told by the median deviation (1.48)."""
+    found = statistics.median(ratios)
+    error = 1.25 * 1.48 * statistics.median(abs(r - found) for r in ratios) / len(ratios) ** 0.5
+    return found if abs(found - 1.0) > 2.0 * error else 1.0
 
 
 def draft_costs(samples: Sequence[DraftSample]) -> dict[str, DraftCost]:

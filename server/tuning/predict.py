@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from server.tuning.offered import offered
 from server.tuning.traces import Machine, StepCurves, Trace
 from spec.drafter import Budget, Outcome
+from spec.drafting import TELL_EVERY
 from spec.request import SamplingParams, SpeculationPolicy
 from spec.scheduler import MAX_PREFILLING
 from spec.speculator import Limit, Load, Speculator, StepRecord
@@ -133,6 +134,7 @@ class _Run:
         self.glancing = bool(choice.drafters) and all(name in machine.glancing for name in choice.drafters)
         self.views: list[View] = []
         self.begun = 0  # views so far
+        self.untold = 0  # plain steps the speculator does not know of
         self.result = Prediction()
 
     def curves(self, drafted: bool) -> StepCurves:
@@ -178,7 +180,12 @@ class _Run:
                 view.said = 1
                 result.tokens += 1
                 result.ttft_ms.append(result.total_ms - view.submitted)
-        if self.speculator is not None and not resting:
+        if self.speculator is not None and resting:
+            self.untold += 1
+            if self.untold >= TELL_EVERY:
+                self.speculator.passed(self.untold, len(decoding), load, target, total)
+                self.untold = 0
+        elif self.speculator is not None:
             outcomes = [
                 Outcome(view, tree, path, 0, 0, 1 + len(tree), view.said >= len(view.trace.answer))
                 for view, tree, path in zip(decoding, trees, paths, strict=True)

@@ -7,11 +7,11 @@ takes as many steps as plain decoding, and every drafter is asked at every posit
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from server.local import Completion, run_requests
+from server.local import Completion, in_turn, stepping
 from server.tuning.traces import Trace, depths_of
 from spec.calibration import Calibration
 from spec.drafter import Budget, SequenceView
@@ -139,21 +139,36 @@ def metered(
     watched: Watched | None = None,
 ) -> Metered:
     """Run the requests and say where every decoding step's time went. `watched`: the engine's speculator, where it is one."""
+    return in_turn([metering(engine, requests, concurrency, on_finish, watched)])[0]
+
+
+def metering(
+    engine: Engine,
+    requests: Sequence[Request],
+    concurrency: int,
+    on_finish: Callable[[Completion], None] | None = None,
+    watched: Watched | None = None,
+) -> Generator[None, None, Metered]:
+    """`metered`, stopping ahead of every step, so that several runs can take turns."""
     found = Metered()
-    before: list[dict[str, Any]] = []
-    started = [0.0]
+    before: dict[str, Any] = {}
+    began = 0.0
 
-    def read(_: int) -> None:
-        now = time.perf_counter()
-        after = engine.stats() | {"asked": watched.asked if watched else 0}
-        if before:
-            cost = _difference(before.pop(), after, now - started[0])
-            if cost is not None:
-                found.costs.append(cost)
-        before.append(after)
-        started[0] = time.perf_counter()
+    def counts() -> dict[str, Any]:
+        return engine.stats() | {"asked": watched.asked if watched else 0}
 
-    found.completions = run_requests(engine, requests, concurrency, on_finish, read)
+    def start(_: int) -> None:
+        nonlocal before, began
+        before = counts()
+        began = time.perf_counter()
+
+    def read() -> None:
+        wall = time.perf_counter() - began
+        cost = _difference(before, counts(), wall)
+        if cost is not None:
+            found.costs.append(cost)
+
+    found.completions = yield from stepping(engine, requests, concurrency, on_finish, start, read)
     found.seconds = seconds_of(found.completions)
     return found
 

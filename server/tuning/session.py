@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 import msgspec
 
 from server.compose import Parts, default_speculator, draft_vocabularies, make_engine
-from server.local import run_requests
+from server.local import in_turn, run_requests
 from server.settings import Settings
 from server.speculation import KeptSpeculator
 from server.tuning.measure import chunk_curve, decode_table
 from server.tuning.predict import Choice
-from server.tuning.record import DraftSample, Recorder, StepCost, Watched, metered, seconds_of
+from server.tuning.record import Recorder, Watched, metered, metering, seconds_of
 from server.tuning.search import CHUNKS, PAGES, Workload, vocabularies
 from server.tuning.traces import Curve, Machine, StepCurves, Trace
 from server.tuning.turns import Turn, with_steps
@@ -93,7 +93,7 @@ class Session:
 
     # --- recording and measuring --------------------------------------------------------------------------------------
 
-    def record(self, note: Note) -> tuple[list[Trace], Recorder]:
+    def record(self, note: Note) -> list[Trace]:
         """The whole workload once, one conversation at a time, every drafter asked at every position."""
         recorder = Recorder(self.calibration)
         note("recording the workload")
@@ -101,9 +101,9 @@ class Session:
         failed = next((c.error for c in run.completions if c.error), None)
         if failed:
             raise ConfigError(f"a prompt of the workload cannot be answered: {failed}")
-        return recorder.traces(run.completions), recorder
+        return recorder.traces(run.completions)
 
-    def measure(self, recorder: Recorder, note: Note) -> Machine:
+    def measure(self, note: Note) -> Machine:
         """Every table that predictions read."""
         note("timing passes")
         decode = self._decode = decode_table(self.parts, self.parts.settings.page_size, self.effort.table_seconds)
@@ -116,32 +116,42 @@ class Session:
                 note(f"timing steps, {load} at once, {number + 1} of {self.effort.rounds}")
                 plain, (engine, watched) = make_engine(self.parts, "none"), self._watched()
                 few = self._sample(load)
-                for start in range(0, len(few), load):  # a turn is short, so that the machine has little time to change
-                    group = few[start : start + load]
-                    turns.append(turn := Turn(load))
-                    turn.plain += metered(plain, self._fresh(group), load).costs
-                    turn.drafting += metered(engine, self._fresh(group), load, watched=watched).costs
-                    turn.drafts += self._drafted(group, load)
-                    for size in sizes if load == 1 and start < 2 else ():
-                        turn.cut[size] = self._drafted(group, load, size)
-                    for size in PAGES if load == 1 and start < 2 else ():
-                        if size != here:
-                            turn.pages[size] = self._paged(group, load, size)
+                for start in range(0, len(few), load):
+                    kinds = (sizes, [size for size in PAGES if size != here]) if load == 1 and start < 2 else ((), ())
+                    turns.append(self._turn(few[start : start + load], load, plain, (engine, watched), *kinds))
         context = statistics.mean(len(r.prompt_ids) + min(SAMPLE_TOKENS, r.sampling.max_tokens) / 2 for r in self.requests)
         level = StepCurves(Curve(((1.0, 0.0),)))
         machine = Machine(decode, chunk, level, level, pages={here: 1.0}, chunk_per_key=per_key, glancing=self._glancing)
         return with_steps(machine, turns, context, set(self.says))
 
-    def _drafted(self, requests: Sequence[Request], load: int, vocabulary: int = 0) -> list[DraftSample]:
-        """What drafting to every depth takes."""
-        capped = Recorder(self.calibration, CAPS)
-        metered(self._recording(capped, vocabulary), self._fresh(requests), load)
-        return capped.samples
-
-    def _paged(self, requests: Sequence[Request], load: int, page_size: int) -> list[StepCost]:
-        """What steps without drafters take with pages of another size."""
-        engine = self._engine(self.settings(dataclasses.replace(self.usual, page_size=page_size)))
-        return metered(engine, self._fresh(requests), load).costs
+    def _turn(
+        self,
+        requests: Sequence[Request],
+        load: int,
+        plain: Engine,
+        drafting: tuple[Engine, Watched],
+        vocabularies: Sequence[int],
+        pages: Sequence[int],
+    ) -> Turn:
+        """All kinds of run step by step in turn, so that a machine that changes its speed changes that of all of them."""
+        turn = Turn(load)
+        recorders = {size: Recorder(self.calibration, CAPS) for size in (0, *vocabularies)}
+        engines = [
+            plain,
+            drafting[0],
+            *(self._engine(self.settings(dataclasses.replace(self.usual, page_size=n))) for n in pages),
+        ]
+        runs = [
+            metering(engine, self._fresh(requests), load, watched=drafting[1] if engine is drafting[0] else None)
+            for engine in engines
+        ]
+        runs += [metering(self._recording(r, size), self._fresh(requests), load) for size, r in recorders.items()]
+        done = in_turn(runs)
+        turn.plain, turn.drafting = done[0].costs, done[1].costs
+        turn.pages = {size: run.costs for size, run in zip(pages, done[2:], strict=False)}
+        turn.drafts = recorders[0].samples
+        turn.cut = {size: recorders[size].samples for size in vocabularies}
+        return turn
 
     def workload(self, traces: Sequence[Trace], machine: Machine) -> Workload:
         temperature = self.requests[0].sampling.temperature
