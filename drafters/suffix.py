@@ -29,7 +29,7 @@ _SCORES = (*_BASE, *[_SURE] * (LONGEST + 1 - len(_BASE)))
 _ELSEWHERE = 0.5  # what an occurrence in another text weighs
 _CHILDREN = 4  # branches of one node at most
 _LOOK_ANEW = 64  # tokens for which a floor holds at most
-_FLOOR_HOLDS = 6  # tokens for which it is not worked out again
+_FLOOR_HOLDS = 24  # tokens for which it is not worked out again
 
 Branch = tuple[list[int], int, int, float]  # tokens of a text, next position in it, match length, weight
 

@@ -21,7 +21,7 @@ from spec.tree import NOTHING, ROOT, DraftTree, Proposal
 
 MAX_FAULTS = 3
 TELL_EVERY = 8  # plain steps
-_VAIN = 16  # looks in vain after which one step more is left out between two looks
+_VAIN = 16  # looks that came to nothing after which one step more is left out between two looks
 _LEFT_OUT = 3  # steps at most
 _NO_ROOM = Limit(0, 0)
 
@@ -51,7 +51,7 @@ class DraftTeam:
         self._members = [_Member(drafter, drafter.name, getattr(drafter, "hopes", None)) for drafter in drafters]
         self._untold = 0  # plain steps the speculator does not know of
         self._hopes: list[bool] | None = None  # of the sequences in this step; None = nobody can tell
-        self._vain = 0  # looks since anybody had hope
+        self._vain = 0  # looks since a tree came of one
         self._wait = 0  # steps until the next look
         self._speculator = speculator
         self._vocab_size = vocab_size
@@ -109,8 +109,8 @@ class DraftTeam:
     def rests(self, sequences: Sequence[EngineSequence]) -> bool:
         """Whether this step passes as plain decoding: the speculator says so, or nobody has anything to offer.
 
-        A look costs one to two percent of a small model's step. On texts that copy nothing it is taken less often; what that may cost
-        is up to three tokens where a copy begins.
+        A look costs one to two percent of a small model's step. Where nothing comes of it, because texts copy nothing or because no copy
+        pays under this load, it is taken less often; what that may cost is up to three tokens where a copy begins.
         """
         try:
             if self._speculator.rests(sequences):
@@ -122,12 +122,11 @@ class DraftTeam:
             self._wait -= 1
             return True
         self._hopes = self._look(sequences)
-        if self._hopes is None or True in self._hopes:
-            self._vain = 0
+        if self._hopes is None:
             return False
         self._vain += 1
         self._wait = min(_LEFT_OUT, self._vain // _VAIN)
-        return True
+        return True not in self._hopes
 
     def passed(self) -> bool:
         """A step passed as plain decoding. True: it is time to `tell` the speculator."""
@@ -198,6 +197,8 @@ class DraftTeam:
         except Exception as error:
             self._speculator_fault("admit", error)
             return None
+        if any(tree.token_ids for tree in trees):
+            self._vain = self._wait = 0
         return trees
 
     def observe(self, outcomes: Sequence[Outcome], hidden: torch.Tensor) -> None:
