@@ -95,6 +95,8 @@ def _inputs(target: TargetModel, config: EngineConfig, rows: int, context: int, 
 class KeptSpeculator:
     """A speculator whose calibration is written to a file now and then, so that a restart begins where this run ended."""
 
+    patient = True
+
     def __init__(
         self, inner: Speculator, calibration: Calibration, path: Path, clock: Callable[[], float] = time.monotonic
     ) -> None:

@@ -68,6 +68,8 @@ class _Step:
 class PriceSpeculator:
     """The `Speculator` protocol by price. Deterministic given the calls made to it."""
 
+    patient = True
+
     def __init__(
         self,
         calibration: Calibration | None = None,

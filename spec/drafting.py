@@ -53,6 +53,7 @@ class DraftTeam:
         self._hopes: list[bool] | None = None  # of the sequences in this step; None = nobody can tell
         self._vain = 0  # looks since a tree came of one
         self._wait = 0  # steps until the next look
+        self._patient = getattr(speculator, "patient", False)  # of spec.speculator.Patient
         self._speculator = speculator
         self._vocab_size = vocab_size
         self._clock = clock
@@ -125,7 +126,8 @@ class DraftTeam:
         if self._hopes is None:
             return False
         self._vain += 1
-        self._wait = min(_LEFT_OUT, self._vain // _VAIN)
+        if self._patient:
+            self._wait = min(_LEFT_OUT, self._vain // _VAIN)
         return True not in self._hopes
 
     def passed(self) -> bool:

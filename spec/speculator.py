@@ -64,3 +64,9 @@ class Speculator(Protocol):
 
     def record(self, step: StepRecord) -> None:
         """Keep the cost table and the calibration current."""
+
+
+class Patient(Speculator, Protocol):
+    """A speculator for whom drafters may look less often than in every step, where looks come to nothing."""
+
+    patient: bool

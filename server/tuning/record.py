@@ -101,6 +101,7 @@ class Watched:
 
     def __init__(self, inner: Speculator) -> None:
         self._inner = inner
+        self.patient: bool = getattr(inner, "patient", False)
         self.asked = 0  # steps in which somebody might draft
         self.rests, self.passed, self.admit, self.record = inner.rests, inner.passed, inner.admit, inner.record
 

@@ -375,7 +375,8 @@ def test_events_say_when_a_request_started_and_how_long_it_waited() -> None:
     ]
 
 
-def test_looks_become_rarer_where_nothing_is_copied_and_a_newcomer_is_looked_at_at_once() -> None:
+@pytest.mark.parametrize("patient", [True, False])
+def test_looks_become_rarer_where_nothing_comes_of_them_and_a_newcomer_is_looked_at_at_once(patient: bool) -> None:
     looks: list[tuple[int, ...]] = []
 
     class Looking(Hopeful):
@@ -383,11 +384,16 @@ def test_looks_become_rarer_where_nothing_is_copied_and_a_newcomer_is_looked_at_
             looks.append(tuple(view.seq_id for view in views))
             return super().hopes(views)
 
-    engine = make_engine(decoder(), [Looking("one", ())])
+    speculator = KeepAll()
+    speculator.patient = patient
+    engine = make_engine(decoder(), [Looking("one", ())], speculator=speculator)
     steps = 200
     engine.add(greedy_request(0, PROMPTS[0], steps + 10))
     for _ in range(steps):
         engine.step()
+    if not patient:
+        assert len(looks) == steps - 1, "one that wants every position gets it"
+        return
     assert steps / 4 <= len(looks) < steps / 2, "one step in four, after a while"
     engine.add(greedy_request(1, PROMPTS[1], 10))
     seen = len(looks)

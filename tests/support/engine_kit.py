@@ -168,6 +168,8 @@ def _even(drafter: str, depth: int, rank: int, confidence: float) -> float:
 class KeepAll:
     """A speculator without prices: the budget is the limit, the first drafter with a proposal gets its tree verified."""
 
+    patient = False
+
     def __init__(self) -> None:
         self.records: list[StepRecord] = []
 
