@@ -2,8 +2,7 @@
 
     python -m bench.ops [--threads N] [--isa NAME] [--quick]
 
-The decoder has SmolLM2-135M's shape with random 4-bit weights, an 8-bit vocabulary, and the activation bits that loaded models
-get (8 for gate and up, 16 for the vocabulary, 12 for the rest; `--activations 8` for 8 everywhere). Limits are measured first and again
+The decoder has SmolLM2-135M's shape with random 4-bit weights and an 8-bit vocabulary. Limits are measured first and again
 beside every step: bytes per second streamed from a buffer as large as the weights, and multiply-adds per second from registers.
 Prints tables for people and, last, one JSON line.
 """
@@ -83,31 +82,31 @@ class Machine:
         return float(self.library.c.fs_limit(handle, self._team.handle, which, self._buffer.data_ptr(), size, 100_000))
 
 
-def random_blocks(out: int, into: int, bits: int, seed: int, activation_bits: int) -> BlockWeight:
+def random_blocks(out: int, into: int, bits: int, seed: int) -> BlockWeight:
     g = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 256, (out, into // 32, bits * 4), dtype=torch.uint8, generator=g)
     scale = torch.full((out, into // 32), 2.0 / (2**bits * into**0.5)).half()
     minimum = scale.float() * (-7.5 if bits == 4 else -128.0)
-    return BlockWeight(bits, codes, scale, minimum.half() if bits == 4 else minimum, activation_bits=activation_bits)
+    return BlockWeight(bits, codes, scale, minimum.half() if bits == 4 else minimum)
 
 
-def random_weights(shape: DecoderShape, fine: int = 12) -> DecoderWeights:
+def random_weights(shape: DecoderShape) -> DecoderWeights:
     q_width, kv_width = shape.q_heads * shape.head_dim, shape.kv_heads * shape.head_dim
 
     def layer(i: int) -> LayerWeights:
         return LayerWeights(
             attention_norm=torch.ones(shape.hidden),
-            q=random_blocks(q_width, shape.hidden, 4, 7 * i, fine),
-            k=random_blocks(kv_width, shape.hidden, 4, 7 * i + 1, fine),
-            v=random_blocks(kv_width, shape.hidden, 4, 7 * i + 2, fine),
-            o=random_blocks(shape.hidden, q_width, 4, 7 * i + 3, fine),
+            q=random_blocks(q_width, shape.hidden, 4, 7 * i),
+            k=random_blocks(kv_width, shape.hidden, 4, 7 * i + 1),
+            v=random_blocks(kv_width, shape.hidden, 4, 7 * i + 2),
+            o=random_blocks(shape.hidden, q_width, 4, 7 * i + 3),
             mlp_norm=torch.ones(shape.hidden),
-            gate=random_blocks(shape.intermediate, shape.hidden, 4, 7 * i + 4, 8),
-            up=random_blocks(shape.intermediate, shape.hidden, 4, 7 * i + 5, 8),
-            down=random_blocks(shape.hidden, shape.intermediate, 4, 7 * i + 6, fine),
+            gate=random_blocks(shape.intermediate, shape.hidden, 4, 7 * i + 4),
+            up=random_blocks(shape.intermediate, shape.hidden, 4, 7 * i + 5),
+            down=random_blocks(shape.hidden, shape.intermediate, 4, 7 * i + 6),
         )
 
-    head = random_blocks(shape.vocab_size, shape.hidden, 8, 999, 8 if fine == 8 else 16)
+    head = random_blocks(shape.vocab_size, shape.hidden, 8, 999)
     angles = torch.arange(shape.max_position).unsqueeze(1) * 10_000.0 ** (-torch.arange(0, shape.head_dim, 2) / shape.head_dim)
     layers = tuple(layer(i) for i in range(shape.layers))
     return DecoderWeights(head, layers, torch.ones(shape.hidden), head, angles.cos().float(), angles.sin().float())
@@ -281,14 +280,13 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--isa", help="an instruction set by name; the best one by default")
     parser.add_argument("--kv", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--activations", type=int, choices=(8, 12, 16), default=12)
     parser.add_argument("--quick", action="store_true", help="fewer row counts and contexts")
     parser.add_argument("--runs", type=int, default=9)
     options = parser.parse_args()
     torch.set_num_threads(1)
     library = require()
     dtype = torch.bfloat16 if options.kv == "bfloat16" else torch.float32
-    weights = random_weights(SHAPE, options.activations)
+    weights = random_weights(SHAPE)
     decoder = NativeDecoder(SHAPE, weights, options.threads, isa=options.isa)
     del weights
     weight_bytes = int(sum(packed_bytes(name) for name in LINEAR))

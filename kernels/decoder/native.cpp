@@ -23,14 +23,13 @@ static_assert(static_cast<int>(Op::Head) + 1 == kProfileOps);
 
 // Up to this many nodes each thread prepares the inputs of a linear layer for itself.
 constexpr int kPrivateRows = 8;
-static_assert(kPrivateRows >= kFewRows);
 
 struct alignas(64) ThreadState {
-    Buffer<uint8_t> quantised, image;
+    Buffer<uint8_t> quantised;
     Buffer<float> values;
     int prepared = -1;  // phase whose input lies in the buffers above
     AttentionScratch attention;
-    LinearScratch linear;
+    LinearScratch linear[2];
     Buffer<Best> best;
     bool has_best = false;
     Buffer<float> head;  // one rotated head
@@ -101,7 +100,7 @@ class Forward {
 
   private:
     size_t hidden() const { return static_cast<size_t>(m_.shape.hidden); }
-    LinearScratch& scratch(int thread) { return s_.threads[static_cast<size_t>(thread)].linear; }
+    LinearScratch (&scratch(int thread))[2] { return s_.threads[static_cast<size_t>(thread)].linear; }
     size_t intermediate() const { return static_cast<size_t>(m_.shape.intermediate); }
 
     void embed(int begin, int end) {
@@ -134,19 +133,8 @@ class Forward {
         return {quantised, dense};
     }
 
-    // How finely the layers behind `op` read their rows; they agree (checked when the decoder is made).
-    Fine fine(Op op, int layer) const {
-        if (op == Op::HeadInput) return m_.head.fine;
-        if (op == Op::FusionInput) return m_.fusion.fine;
-        const Layer& l = m_.layers[static_cast<size_t>(layer)];
-        if (op == Op::AttentionInput) return std::max({l.slot[FS_SLOT_Q].fine, l.slot[FS_SLOT_K].fine, l.slot[FS_SLOT_V].fine});
-        if (op == Op::OutputInput) return l.slot[FS_SLOT_O].fine;
-        if (op == Op::MlpInput) return std::max(l.slot[FS_SLOT_GATE].fine, l.slot[FS_SLOT_UP].fine);
-        return l.slot[FS_SLOT_DOWN].fine;
-    }
-
     // Row r of a linear layer's input, in the forms asked for.
-    void prepare_row(Op op, int layer, int r, bool quantised, uint8_t* codes, float* values) {
+    void prepare_row(Op op, int layer, int r, bool quantised, const RowLayout& layout, uint8_t* codes, float* values) {
         const int width = input_width(m_, op);
         float* target = values + static_cast<size_t>(r) * static_cast<size_t>(width);
         const float* source = target;
@@ -162,7 +150,7 @@ class Forward {
         } else {
             source = s_.out_hidden + static_cast<size_t>(s_.step->score_rows[r]) * hidden();
         }
-        if (quantised) quantise_row(source, width, r, fine(op, layer), codes);
+        if (quantised) quantise_row(source, width, r, layout, codes);
         if (source != target && forms(op, layer).second) std::memcpy(target, source, static_cast<size_t>(width) * sizeof(float));
     }
 
@@ -196,34 +184,30 @@ class Forward {
     }
 
     void shared_input(Op op, int layer, int begin, int end) {
+        const RowLayout layout(input_width(m_, op), input_rows(op));
         const bool quantised = forms(op, layer).first;
-        for (int r = begin; r < end; ++r) prepare_row(op, layer, r, quantised, s_.quantised.data(), s_.values.data());
-        if (quantised && end == input_rows(op)) clear_rest(input_width(m_, op), end, s_.quantised.data());
+        for (int r = begin; r < end; ++r) prepare_row(op, layer, r, quantised, layout, s_.quantised.data(), s_.values.data());
     }
 
     // The input of the linear layer of this phase: the shared buffers, or this thread's own, filled on its first claim.
     Rows input(Op op, int layer, int thread) {
         const int rows = input_rows(op), width = input_width(m_, op);
+        const RowLayout layout(width, rows);
         Rows out;
-        out.group_bytes = act_group_bytes(width);
         out.stride = static_cast<size_t>(width);
         if (rows > kPrivateRows) {
-            out.quantised = s_.quantised.data();
+            out.read(s_.quantised.data(), layout);
             out.values = s_.values.data();
             return out;
         }
         ThreadState& t = s_.threads[static_cast<size_t>(thread)];
-        const Fine how = fine(op, layer);
-        const bool few = is_few(rows, how);
         if (t.prepared != phase_) {
             const bool quantised = forms(op, layer).first;
             if (rows > 1) fetch_source(op, rows, width);
-            for (int r = 0; r < rows; ++r) prepare_row(op, layer, r, quantised, t.quantised.data(), t.values.data());
-            if (quantised && few && has_image(rows, how)) few_image(t.quantised.data(), width, rows, how, t.image.data());
+            for (int r = 0; r < rows; ++r) prepare_row(op, layer, r, quantised, layout, t.quantised.data(), t.values.data());
             t.prepared = phase_;
         }
-        out.quantised = t.quantised.data();
-        if (few) out.image = has_image(rows, how) ? t.image.data() : t.quantised.data();
+        out.read(t.quantised.data(), layout);
         out.values = t.values.data();
         return out;
     }
@@ -367,11 +351,10 @@ inline void reserve(DecoderState& s, int threads) {
     grow(s.attended, n * s.q_stride);
     grow(s.inner, n * static_cast<size_t>(shape.intermediate));
     grow(s.values, static_cast<size_t>(rows) * static_cast<size_t>(widest));
-    grow(s.quantised, act_bytes(widest, rows));
+    grow(s.quantised, rows_bytes(widest, rows));
     if (s.threads.size() < static_cast<size_t>(threads)) s.threads.resize(static_cast<size_t>(threads));
     for (ThreadState& t : s.threads) {
-        grow(t.quantised, act_bytes(widest, kPrivateRows));
-        grow(t.image, few_bytes(widest, kFewRows, Fine::Bits16));
+        grow(t.quantised, rows_bytes(widest, kPrivateRows));
         grow(t.values, static_cast<size_t>(kPrivateRows) * static_cast<size_t>(widest));
         grow(t.head, static_cast<size_t>(shape.head_dim));
         grow(t.best, static_cast<size_t>(s.step->scored));

@@ -250,10 +250,6 @@ def _check_sizes(shape: DecoderShape, weights: DecoderWeights) -> None:
         if (weight.out_features, weight.in_features) != (out, width):
             raise NativeError(f"{name} is {weight.out_features} x {weight.in_features}, expected {out} x {width}")
     for i, layer in enumerate(weights.layers):
-        for name, together in (("q, k and v", (layer.q, layer.k, layer.v)), ("gate and up", (layer.gate, layer.up))):
-            if len({w.activation_bits for w in together if isinstance(w, BlockWeight)}) > 1:
-                raise NativeError(f"layer {i}: {name} read the same rows, so their activation_bits must agree")
-    for i, layer in enumerate(weights.layers):
         vectors += [
             (f"layer {i} attention_norm", layer.attention_norm, shape.hidden),
             (f"layer {i} mlp_norm", layer.mlp_norm, shape.hidden),

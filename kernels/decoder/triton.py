@@ -48,7 +48,7 @@ def stack(weights: Sequence[LayerWeight]) -> tuple[LayerWeight, ...]:
     if len(dense) == len(weights) and len({w.values.dtype for w in dense}) == 1:
         return (DenseWeight(torch.cat([w.values for w in dense]), bias),)
     blocks = [w for w in weights if isinstance(w, BlockWeight)]
-    if len(blocks) == len(weights) and len({(w.bits, w.activation_bits, w.minimum.dtype) for w in blocks}) == 1:
+    if len(blocks) == len(weights) and len({(w.bits, w.minimum.dtype) for w in blocks}) == 1:
         codes, scale = torch.cat([w.codes for w in blocks]), torch.cat([w.scale for w in blocks])
         minimum = torch.cat([w.minimum for w in blocks])
         return (replace(blocks[0], codes=codes, scale=scale, minimum=minimum, bias=bias),)

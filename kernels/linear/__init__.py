@@ -2,14 +2,19 @@
 
 Promise of every implementation: row i of y depends on row i of x and on W only, bit for bit, whatever N is.
 
-Quantised arithmetic (weights in `BlockWeight`): each row of x is cut into blocks of 32; per block
-``a = max|x| / LARGEST[activation_bits]`` (0 gives codes 0), ``q = round_half_even(x / a)`` as an integer, ``sum = sum(q)``. With weight codes c,
-scale d and minimum m of the same block: ``y += (d * a) * dot(c, q) + m * (a * sum)``, blocks in ascending order in
-float32. The dot product is an exact integer of 32 bits, rounded once when it becomes a float.
+Quantised arithmetic (weights in `BlockWeight`), all in whole numbers of two bytes by one byte:
 
-Activations have 8 bits, or more where a matrix is worth it, as two parts of one byte, so that the same byte products give the exact
-dot. 16 bits: ``q = 255 * high + low`` with both parts within -127..127. 12 bits, for weights of 4 bits: ``q = 16 * high + low`` with low in
--8..7; ``16 * c`` is still a byte, so ``dot(16 c, high) + dot(c, low)`` is one product of twice the length.
+- A row of x has one step, ``a = max|x| / LARGEST`` (rows whose values are all below `LEAST` count as zeros, with step 0), and codes
+  ``q = round_half_even(x * (LARGEST / max|x|))``, taken apart as ``q = 255 * high + low`` with both parts within -127..127.
+- A row of W has one step, ``s = max|w| / 127``, and one byte per input. With 8 bits that is ``w / s`` to nearest, half to even. With 4 bits it
+  is looked up by the code c in a table per block: ``(c * factor + offset) >> 8`` with ``factor = round(scale / s * 256)`` and
+  ``offset = round(minimum / s * 256) + 128``: within 0.53 of ``(scale * c + minimum) / s``. max|w| is then the largest that the row's
+  tables can hold, at code 0 or code 15. The matrix itself is never stored but with 4 bits.
+- ``y = (s * a) * (255 * sum(byte * high) + sum(byte * low))``: the sums are exact in any order, which is why a row's bits cannot depend on
+  its neighbours, the instruction set or the number of threads; each becomes a float32 once, and nothing
+  behind them is fused.
+
+A row of x that holds an infinity or a NaN gives NaN everywhere.
 """
 
 from __future__ import annotations
@@ -21,7 +26,9 @@ import torch
 from kernels.linear.formats import PublishedWeight
 
 BLOCK = 32
-LARGEST = {8: 127, 12: 127 * 16 + 7, 16: 255 * 127 + 127}  # largest activation code by activation_bits
+LARGEST = 255 * 127 + 127  # largest code of a row
+LEAST = 2.0**-100  # rows of smaller values count as zeros
+TABLE_SHIFT = 8  # fraction bits of factor and offset
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +60,6 @@ class BlockWeight:
     scale: torch.Tensor  # [out, in/32] float16
     minimum: torch.Tensor  # [out, in/32] float16 (bits 4) or float32
     bias: torch.Tensor | None = None  # [out] float32
-    activation_bits: int = 8  # 8, 16 or, with 4-bit codes, 12: how finely the rows of x are quantised
 
     @property
     def out_features(self) -> int:

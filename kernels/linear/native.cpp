@@ -1,7 +1,7 @@
 // linear: tiles of 16 outputs by up to 16 rows. The formula is in __init__.py beside this file.
 //
-// A row's result is a fixed chain of float operations over the blocks (or, for dense matrices, over the inputs) in ascending
-// order; the tile sizes below decide only which rows travel together, so they never change a bit of it.
+// A quantised row's result is two whole sums, exact in any order, and one fixed chain of float operations behind them; a dense row's a fixed
+// chain over the inputs in ascending order. The tile sizes below decide only which rows travel together, so they never change a bit of it.
 #pragma once
 
 #include <algorithm>
@@ -13,94 +13,96 @@
 
 namespace fs::FS_ISA {
 
-template <Kind K, int R, int Step>
-FS_INLINE void block_dots(const Codes& w, const uint8_t* rows, I* dot) {
-    if constexpr (K <= Kind::Q4Offset) {
-        dot_nibbles<R, Step>(w, reinterpret_cast<const int8_t*>(rows), dot);
-    } else {
-        dot_bytes<R, Step>(w, reinterpret_cast<const int8_t*>(rows), dot);
-    }
-}
-
-// Dot products of R rows whose codes and fields begin here, whole numbers. High and low codes of a row in parts are two rows to the
-// instruction, and neither waits for the other.
-template <Kind K, int R, Fine A>
-FS_INLINE void whole_dots(const Codes& w, const uint8_t* rows, const uint8_t* fields, I (&dot)[R]) {
-    const auto whole = [fields](size_t offset, int r) { return *reinterpret_cast<const int32_t*>(fields + offset + kActField * static_cast<size_t>(r)); };
-    const auto start = [&](int r) {
-        if constexpr (K == Kind::Q4Offset) return set1(whole(kActMinus8, r));
-        if constexpr (K == Kind::Q8Min) return set1(kBytesShift == 0 ? 0 : -whole(kActMinus128, r));
-        if constexpr (K == Kind::Q8Offset) return set1(kBytesShift == 0 ? whole(kActMinus128, r) : 0);
-        return set1(0);
-    };
-    if constexpr (in_parts(A)) {
-        I parts[2 * R];
-        each<R>([&](auto r) __attribute__((always_inline)) {
-            parts[2 * r] = set1(0);
-            parts[2 * r + 1] = start(r);
-        });
-        block_dots<K, 2 * R, kActLow>(w, rows, parts);
-        each<R>([&](auto r) __attribute__((always_inline)) { dot[r] = join_parts<A>(parts[2 * r], parts[2 * r + 1]); });
-    } else {
-        each<R>([&](auto r) __attribute__((always_inline)) { dot[r] = start(r); });
-        block_dots<K, R, kActRow>(w, rows, dot);
-    }
-}
-
-// `rows`: the first row's codes, `fields`: its fields in the same record. Rows in parts go four at a time: that many sums stay in registers.
-template <Kind K, int R, Fine A>
-FS_INLINE void quantised_block(const uint8_t* codes, const uint8_t* scale, const uint8_t* minimum, const uint8_t* rows, const uint8_t* fields,
-                               F (&acc)[R]) {
-    Codes w;
-    if constexpr (K <= Kind::Q4Offset) {
-        unpack_nibbles(codes, w);
-    } else {
-        unpack_bytes(codes, w);
-    }
-    const F d = load_half(reinterpret_cast<const uint16_t*>(scale));
-    F m = zero();
-    if constexpr (K == Kind::Q4Min) m = load_half(reinterpret_cast<const uint16_t*>(minimum));
-    if constexpr (K == Kind::Q8Min) m = load(reinterpret_cast<const float*>(minimum));
-    constexpr int kStep = in_parts(A) ? 4 : 8;
-    each<(R + kStep - 1) / kStep>([&](auto group) __attribute__((always_inline)) {
-        constexpr int kFirst = group * kStep, kCount = R - kFirst < kStep ? R - kFirst : kStep;
-        const uint8_t* own = fields + kActField * kFirst;
-        I dot[kCount];
-        whole_dots<K, kCount, A>(w, rows + kActRow * kFirst, own, dot);
-        each<kCount>([&](auto r) __attribute__((always_inline)) {
-            const auto* real = reinterpret_cast<const float*>(own + kActField * static_cast<size_t>(r));
-            F& sum = acc[kFirst + r];
-            sum = fma(mul(d, set1(real[0])), to_float(dot[r]), sum);
-            if constexpr (K == Kind::Q4Min || K == Kind::Q8Min) sum = fma(m, set1(real[1]), sum);
-        });
-    });
-}
-
 // Bytes ahead of the reader that are asked for: far ahead into the second-level cache, then into the first. (One distance for both costs
 // 5 to 10 % of a one-row pass; leaving it to the hardware 25 %.)
 constexpr size_t kPrefetchFar = 7680, kPrefetchNear = 1280;
 
-// R rows; `rows` and `fields` are the first one's in its group's first record.
-template <Kind K, int R, Fine A>
-void quantised_tile(const uint8_t* w, int pairs, const uint8_t* rows, const uint8_t* fields, F* out) {
-    constexpr size_t codes = code_bytes(K), record = record_bytes(K);
-    constexpr size_t minimum_bytes = K == Kind::Q8Min ? 64 : 32;
-    F acc[R];
-    for (int r = 0; r < R; ++r) acc[r] = zero();
-    for (int p = 0; p < pairs; ++p, w += record, rows += 2 * kActRecord, fields += 2 * kActRecord) {
-        if constexpr (R <= 8) {
-#pragma GCC unroll 20
-            for (size_t line = 0; line < record; line += 64) {
-                prefetch_far(w + kPrefetchFar + line);
-                prefetch(w + kPrefetchNear + line);
-            }
-        }
-        const uint8_t* scale = w + 2 * codes;
-        quantised_block<K, R, A>(w, scale, scale + 64, rows, fields, acc);
-        quantised_block<K, R, A>(w + codes, scale + 32, scale + 64 + minimum_bytes, rows + kActRecord, fields + kActRecord, acc);
+template <size_t Bytes>
+FS_INLINE void ask_ahead(const uint8_t* w, size_t near = kPrefetchNear) {
+#pragma GCC unroll 16
+    for (size_t line = 0; line < Bytes; line += kLineBytes) {
+        prefetch_far(w + kPrefetchFar + line);
+        prefetch(w + near + line);
     }
-    for (int r = 0; r < R; ++r) out[r] = acc[r];
 }
+
+// A thread's room for weight tiles as lines of bytes.
+struct LinearScratch {
+    Buffer<uint8_t> lines;
+};
+
+// R rows, the first one's codes at `row`, by a tile of lines. Sums of few rows are taken in parts: independent chains hide the latency of the dot
+// product, also where a neighbour on the same core leaves half of the window.
+template <int R, bool Ahead>
+FS_INLINE void line_sums(const uint8_t* lines, int spans, const uint8_t* row, size_t part, I (&high)[R], I (&low)[R]) {
+    constexpr int kParts = R <= 2 ? 4 / R : 1;
+    I sums[kParts][2 * R];
+    each<kParts * 2 * R>([&](auto i) __attribute__((always_inline)) { sums[i / (2 * R)][i % (2 * R)] = set1(0); });
+    for (int c = 0; c < spans; ++c, lines += kSpanBytes, row += 2 * part) {
+        if constexpr (Ahead) ask_ahead<kSpanBytes>(lines);
+        const auto* q = reinterpret_cast<const int8_t*>(row);
+        each<16>([&](auto j) __attribute__((always_inline)) {
+            const Line w = load_line(lines + kLineBytes * j);
+            each<R>([&](auto r) __attribute__((always_inline)) {
+                I(&own)[2 * R] = sums[j % kParts];
+                own[2 * r] = dot4(own[2 * r], w, q + kLineBytes * r + 4 * j);
+                own[2 * r + 1] = dot4(own[2 * r + 1], w, q + part + kLineBytes * r + 4 * j);
+            });
+        });
+    }
+    each<R>([&](auto r) __attribute__((always_inline)) {
+        high[r] = sums[0][2 * r];
+        low[r] = sums[0][2 * r + 1];
+        each<kParts - 1>([&](auto p) __attribute__((always_inline)) {
+            high[r] = add(high[r], sums[p + 1][2 * r]);
+            low[r] = add(low[r], sums[p + 1][2 * r + 1]);
+        });
+    });
+}
+
+// Sums of bytes -> outputs; sets that take bytes as they are have summed 128 too much for each input.
+template <int R>
+FS_INLINE void settle_rows(const float* step, const RowFields* fields, const I (&high)[R], const I (&low)[R], F* acc) {
+    const F steps = load(step);
+    each<R>([&](auto r) __attribute__((always_inline)) {
+        const RowFields& own = fields[r];
+        acc[r] = kLineShift == 0 ? settle(steps, own, add(high[r], set1(own.high)), add(low[r], set1(own.low))) : settle(steps, own, high[r], low[r]);
+    });
+}
+
+template <int R, bool Ahead>
+void line_rows(const uint8_t* lines, const Packed& w, int tile, const Rows& x, int row, F* acc) {
+    I high[R], low[R];
+    line_sums<R, Ahead>(lines, w.spans, x.row(row), x.part, high, low);
+    settle_rows<R>(w.step.data() + tile * kTile, x.fields + row, high, low, acc);
+}
+
+#if defined(FS_LOOK_UP)
+// One or two rows straight from codes of 4 bits, four outputs a register: nothing is transposed but the sums.
+template <int R>
+void look_up_rows(const Packed& w, int tile, const Rows& x, int row, F* acc) {
+    const uint8_t *record = w.tile(tile), *codes = x.row(row);
+    Quarters high[R], low[R];
+    for (int c = 0; c < w.spans; ++c, record += record_bytes(Kind::Q4), codes += x.span) {
+        ask_ahead<record_bytes(Kind::Q4)>(record);
+        each<8>([&](auto at) __attribute__((always_inline)) {
+            constexpr size_t b = at / 4, g = at % 4;
+            const Looked found = look_up(record + b * kCodeBytes + g * kLineBytes, record + kFactors + b * kFactorBytes + g * 16);
+            each<R>([&](auto r) __attribute__((always_inline)) {
+                const uint8_t* q = codes + kLineBytes * r + kBlock * b;
+                dot_looked(high[r].v[g], found, q);
+                dot_looked(low[r].v[g], found, q + x.part);
+            });
+        });
+    }
+    I sums[2][R];
+    each<R>([&](auto r) __attribute__((always_inline)) {
+        sums[0][r] = join_groups(high[r]);
+        sums[1][r] = join_groups(low[r]);
+    });
+    settle_rows<R>(w.step.data() + tile * kTile, x.fields + row, sums[0], sums[1], acc);
+}
+#endif
 
 template <Kind K>
 inline F load_dense(const uint8_t* w, size_t at) {
@@ -110,81 +112,53 @@ inline F load_dense(const uint8_t* w, size_t at) {
 }
 
 template <Kind K, int R>
-void dense_tile(const uint8_t* w, int in, const float* x, size_t stride, F* out) {
+void dense_rows(const Packed& w, int tile, const Rows& x, int row, F* out) {
     F acc[R];
     for (int r = 0; r < R; ++r) acc[r] = zero();
-    for (int k = 0; k < in; ++k) {
-        const F v = load_dense<K>(w, static_cast<size_t>(k) * kTile);
+    const uint8_t* values = w.tile(tile);
+    const float* rows = x.values + x.stride * static_cast<size_t>(row);
+    for (int k = 0; k < w.in; ++k) {
+        const F v = load_dense<K>(values, static_cast<size_t>(k) * kTile);
 #pragma GCC unroll 16
-        for (int r = 0; r < R; ++r) acc[r] = fma(v, set1(x[static_cast<size_t>(r) * stride + static_cast<size_t>(k)]), acc[r]);
+        for (int r = 0; r < R; ++r) acc[r] = fma(v, set1(rows[static_cast<size_t>(r) * x.stride + static_cast<size_t>(k)]), acc[r]);
     }
     for (int r = 0; r < R; ++r) out[r] = acc[r];
 }
 
-template <Kind K, int R>
-inline void tile_rows(const Packed& w, int tile, const Rows& x, int row, F* acc) {
-    if constexpr (K <= Kind::Q8Offset) {
-        const auto in_group = static_cast<size_t>(row % kGroup);
-        const uint8_t* group = x.quantised + x.group_bytes * static_cast<size_t>(row / kGroup);
-        const uint8_t *rows = group + kActRow * in_group, *fields = group + kActFields + kActField * in_group;
-        if (w.fine == Fine::Bits8) {
-            quantised_tile<K, R, Fine::Bits8>(w.tile(tile), w.pairs, rows, fields, acc);
-        } else if (w.fine == Fine::Bits12) {
-            quantised_tile<K, R, kMiddle<K>>(w.tile(tile), w.pairs, rows, fields, acc);
-        } else {
-            quantised_tile<K, R, Fine::Bits16>(w.tile(tile), w.pairs, rows, fields, acc);
-        }
-    } else {
-        dense_tile<K, R>(w.tile(tile), w.in, x.values + x.stride * static_cast<size_t>(row), x.stride, acc);
+// fn(integral_constant<R>, first row, sums) for rows [0, rows) in the largest steps there are.
+template <class Fn>
+FS_INLINE void row_steps(int rows, Fn&& fn) {
+    int row = 0;
+    for (; rows - row >= kRowTile; row += kRowTile) fn(std::integral_constant<int, kRowTile>{}, row);
+    switch (rows - row) {
+        case 1: fn(std::integral_constant<int, 1>{}, row); break;
+        case 2: fn(std::integral_constant<int, 2>{}, row); break;
+        case 3: fn(std::integral_constant<int, 3>{}, row); break;
+#if FS_ROW_TILE > 4
+        case 4: fn(std::integral_constant<int, 4>{}, row); break;
+        case 5: fn(std::integral_constant<int, 5>{}, row); break;
+        case 6: fn(std::integral_constant<int, 6>{}, row); break;
+        case 7: fn(std::integral_constant<int, 7>{}, row); break;
+#endif
+        default: break;
     }
 }
 
 template <Kind K>
-void tile_any(const Packed& w, int tile, const Rows& x, int row, int rows, F* acc) {
-    while (rows > 0) {
-        int step;
-        if (rows >= kRowTileWide && !in_parts(w.fine)) {  // rows in parts need twice the registers
-            tile_rows<K, kRowTileWide>(w, tile, x, row, acc);
-            step = kRowTileWide;
-        } else if (rows >= kRowTile) {
-            tile_rows<K, kRowTile>(w, tile, x, row, acc);
-            step = kRowTile;
-        } else {
-            step = rows;
-            switch (rows) {
-                case 1: tile_rows<K, 1>(w, tile, x, row, acc); break;
-                case 2: tile_rows<K, 2>(w, tile, x, row, acc); break;
-                case 3: tile_rows<K, 3>(w, tile, x, row, acc); break;
-                case 4: tile_rows<K, 4>(w, tile, x, row, acc); break;
-                case 5: tile_rows<K, 5>(w, tile, x, row, acc); break;
-                case 6: tile_rows<K, 6>(w, tile, x, row, acc); break;
-                default: tile_rows<K, 7>(w, tile, x, row, acc); break;
-            }
-        }
-        row += step;
-        rows -= step;
-        acc += step;
-    }
+void dense_tile(const Packed& w, int tile, const Rows& x, int row, int rows, F* acc) {
+    row_steps(rows, [&](auto count, int at) { dense_rows<K, decltype(count)::value>(w, tile, x, row + at, acc + at); });
 }
 
-}  // namespace fs::FS_ISA
-
-#include "kernels/linear/amx.h"
-#include "kernels/linear/amx_few.h"
-
-namespace fs::FS_ISA {
-
-// acc[0..rows) = rows row..row+rows of x times the 16 outputs of `tile`. rows <= 16, all in one group of 16.
-inline void accumulate(const Packed& w, int tile, const Rows& x, int row, int rows, F* acc) {
-    switch (w.kind) {
-        case Kind::Q4Min: tile_any<Kind::Q4Min>(w, tile, x, row, rows, acc); break;
-        case Kind::Q4Offset: tile_any<Kind::Q4Offset>(w, tile, x, row, rows, acc); break;
-        case Kind::Q8Min: tile_any<Kind::Q8Min>(w, tile, x, row, rows, acc); break;
-        case Kind::Q8Offset: tile_any<Kind::Q8Offset>(w, tile, x, row, rows, acc); break;
-        case Kind::F32: tile_any<Kind::F32>(w, tile, x, row, rows, acc); break;
-        case Kind::F16: tile_any<Kind::F16>(w, tile, x, row, rows, acc); break;
-        case Kind::BF16: tile_any<Kind::BF16>(w, tile, x, row, rows, acc); break;
+// A tile as lines: as it lies, or expanded into the scratch.
+inline const uint8_t* lines_of(const Packed& w, int tile, LinearScratch& scratch) {
+    if (w.kind == Kind::Q8) return w.tile(tile);
+    grow(scratch.lines, static_cast<size_t>(w.spans) * kSpanBytes);
+    const uint8_t* record = w.tile(tile);
+    for (int c = 0; c < w.spans; ++c, record += record_bytes(Kind::Q4)) {
+        ask_ahead<record_bytes(Kind::Q4)>(record);
+        expand_span(record, scratch.lines.data() + static_cast<size_t>(c) * kSpanBytes);
     }
+    return scratch.lines.data();
 }
 
 inline void add_bias(const Packed& w, int tile, int rows, F* acc) {
@@ -193,99 +167,71 @@ inline void add_bias(const Packed& w, int tile, int rows, F* acc) {
     for (int r = 0; r < rows; ++r) acc[r] = add(acc[r], bias);
 }
 
-// A thread's room for unpacked weight tiles.
-struct LinearScratch {
-    Buffer<uint8_t> codes;
-};
-
-// Calls sink(tile, row, rows, first, second) for tiles [begin, end) and all n rows, rows in groups of at most 16 so that a group stays
-// in the first-level cache while the tiles pass by. `b`, when given, has the shape of `a` and the same input.
-template <class Sink>
-inline void linear_tiles_plain(const Packed& a, const Packed* b, const Rows& x, int n, int begin, int end, Sink&& sink) {
-    F first[kGroup], second[kGroup];
-    for (int row = 0; row < n; row += kGroup) {
-        const int rows = n - row < kGroup ? n - row : kGroup;
-        for (int tile = begin; tile < end; ++tile) {
-            accumulate(a, tile, x, row, rows, first);
-            add_bias(a, tile, rows, first);
-            if (b != nullptr) {
-                accumulate(*b, tile, x, row, rows, second);
-                add_bias(*b, tile, rows, second);
+// acc[0..rows) = rows row..row+rows of x, all in one group, times the 16 outputs of `tile`; `lines` as lines_of gives them, where it was asked.
+inline void accumulate(const Packed& w, int tile, const uint8_t* lines, const Rows& x, int row, int rows, F* acc) {
+    switch (w.kind) {
+        case Kind::Q4:
+#if defined(FS_LOOK_UP)
+            if (lines == nullptr) {
+                if (rows == 1) look_up_rows<1>(w, tile, x, row, acc);
+                if (rows == 2) look_up_rows<2>(w, tile, x, row, acc);
+                break;
             }
+#endif
+            row_steps(rows, [&](auto count, int at) { line_rows<decltype(count)::value, false>(lines, w, tile, x, row + at, acc + at); });
+            break;
+        case Kind::Q8: row_steps(rows, [&](auto count, int at) { line_rows<decltype(count)::value, true>(lines, w, tile, x, row + at, acc + at); }); break;
+        case Kind::F32: dense_tile<Kind::F32>(w, tile, x, row, rows, acc); break;
+        case Kind::F16: dense_tile<Kind::F16>(w, tile, x, row, rows, acc); break;
+        case Kind::BF16: dense_tile<Kind::BF16>(w, tile, x, row, rows, acc); break;
+    }
+    add_bias(w, tile, rows, acc);
+}
+
+// Whether n rows need a matrix as lines.
+inline bool needs_lines(const Packed& w, [[maybe_unused]] int n) {
+#if defined(FS_LOOK_UP)
+    if (w.kind == Kind::Q4 && n <= 2) return false;
+#endif
+    return is_quantised(w.kind);
+}
+
+// Calls sink(tile, row, rows, first, second) for tiles [begin, end) and all n rows, at most 16 at a time. `b`, when given, has the shape of `a` and the
+// same input.
+template <class Sink>
+inline void linear_tiles_plain(const Packed& a, const Packed* b, const Rows& x, int n, int begin, int end, LinearScratch (&scratch)[2], Sink&& sink) {
+    F first[kGroup], second[kGroup];
+    for (int tile = begin; tile < end; ++tile) {
+        const uint8_t* lines_a = needs_lines(a, n) ? lines_of(a, tile, scratch[0]) : nullptr;
+        const uint8_t* lines_b = b != nullptr && needs_lines(*b, n) ? lines_of(*b, tile, scratch[1]) : nullptr;
+        for (int row = 0; row < n; row += kGroup) {
+            const int rows = std::min(kGroup, n - row);
+            accumulate(a, tile, lines_a, x, row, rows, first);
+            if (b != nullptr) accumulate(*b, tile, lines_b, x, row, rows, second);
             sink(tile, row, rows, first, second);
         }
     }
 }
 
-#if defined(FS_AMX)
-constexpr int kMatrixRows = kFewRows + 1;
-constexpr int kGroupsAtOnce = 16;  // their rows stay in the second-level cache while the tiles pass by
+}  // namespace fs::FS_ISA
+
+#include "kernels/linear/amx.h"
+
+namespace fs::FS_ISA {
 
 template <class Sink>
-inline void linear_tiles_amx(const Packed& a, const Packed* b, const Rows& x, int n, int begin, int end, LinearScratch& scratch, Sink&& sink) {
-    const size_t size_a = unpacked_bytes(a), size_b = b != nullptr ? unpacked_bytes(*b) : 0;
-    const int mask = n <= kGroup ? kRing - 1 : kWhole;
-    grow(scratch.codes, size_a + size_b);
-    const Unpacked codes_a{scratch.codes.data(), mask}, codes_b{scratch.codes.data() + size_a, mask};
-    F first[kGroup], second[kGroup];
-    amx_configure_linear(a.fine);
-    for (int from = 0; from < n; from += kGroupsAtOnce * kGroup) {
-        const int to = std::min(from + kGroupsAtOnce * kGroup, n);
-        for (int tile = begin; tile < end; ++tile) {
-            for (int row = from; row < to; row += kGroup) {
-                const int rows = std::min(kGroup, n - row);
-                const uint8_t* group = x.quantised + x.group_bytes * static_cast<size_t>(row / kGroup);
-                amx_tile(a, tile, codes_a, row == from, group, rows, first);
-                add_bias(a, tile, rows, first);
-                if (b != nullptr) {
-                    amx_tile(*b, tile, codes_b, row == from, group, rows, second);
-                    add_bias(*b, tile, rows, second);
-                }
-                sink(tile, row, rows, first, second);
-            }
-        }
-    }
-    amx_release();
-}
-#endif
-
+inline void linear_tiles(const Packed& a, const Packed* b, const Rows& x, int n, int begin, int end, LinearScratch (&scratch)[2], Sink&& sink) {
 #if defined(FS_AMX)
-template <class Sink>
-inline void linear_tiles_few(const Packed& a, const Packed* b, const uint8_t* image, int n, int begin, int end, Sink&& sink) {
-    F first[kFewRows], second[kFewRows];
-    few_configure(n, a.fine);
-    for (int tile = begin; tile < end; ++tile) {
-        few_tile_any(a, tile, image, n, first);
-        add_bias(a, tile, n, first);
-        if (b != nullptr) {
-            few_tile_any(*b, tile, image, n, second);
-            add_bias(*b, tile, n, second);
-        }
-        sink(tile, 0, n, first, second);
-    }
-    amx_release();
-}
-#endif
-
-template <class Sink>
-inline void linear_tiles(const Packed& a, const Packed* b, const Rows& x, int n, int begin, int end, LinearScratch& scratch, Sink&& sink) {
-#if defined(FS_AMX)
-    if (x.image != nullptr && is_quantised(a.kind) && (b == nullptr || is_quantised(b->kind))) {
-        linear_tiles_few(a, b, x.image, n, begin, end, sink);
-        return;
-    }
-    if (n >= kMatrixRows && is_quantised(a.kind) && (b == nullptr || is_quantised(b->kind))) {
+    if (n >= kMatrixRows && is_quantised(a.kind) && (b == nullptr || b->kind == a.kind)) {
         linear_tiles_amx(a, b, x, n, begin, end, scratch, sink);
         return;
     }
-#else
-    (void)scratch;
 #endif
-    linear_tiles_plain(a, b, x, n, begin, end, sink);
+    linear_tiles_plain(a, b, x, n, begin, end, scratch, sink);
 }
 
 // y[n][stride] = rows of x times w; the columns behind the last output are left alone.
-inline void linear_store(const Packed& w, const Rows& x, int n, int begin, int end, LinearScratch& scratch, float* y, size_t stride) {
+inline void linear_store(const Packed& w, const Rows& x, int n, int begin, int end, LinearScratch (&scratch)[2], float* y, size_t stride) {
     linear_tiles(w, nullptr, x, n, begin, end, scratch, [&](int tile, int row, int rows, const F* acc, const F*) {
         const int column = tile * kTile;
         for (int r = 0; r < rows; ++r) store_part(y + static_cast<size_t>(row + r) * stride + column, acc[r], w.out - column);
@@ -293,7 +239,7 @@ inline void linear_store(const Packed& w, const Rows& x, int n, int begin, int e
 }
 
 // y[n][stride] += rows of x times w: the residual connection.
-inline void linear_add(const Packed& w, const Rows& x, int n, int begin, int end, LinearScratch& scratch, float* y, size_t stride) {
+inline void linear_add(const Packed& w, const Rows& x, int n, int begin, int end, LinearScratch (&scratch)[2], float* y, size_t stride) {
     linear_tiles(w, nullptr, x, n, begin, end, scratch, [&](int tile, int row, int rows, const F* acc, const F*) {
         const int column = tile * kTile, width = w.out - column;
         for (int r = 0; r < rows; ++r) {
@@ -304,7 +250,7 @@ inline void linear_add(const Packed& w, const Rows& x, int n, int begin, int end
 }
 
 // y[n][stride] = silu(gate(x)) * up(x).
-inline void linear_swiglu(const Packed& gate, const Packed& up, const Rows& x, int n, int begin, int end, LinearScratch& scratch, float* y,
+inline void linear_swiglu(const Packed& gate, const Packed& up, const Rows& x, int n, int begin, int end, LinearScratch (&scratch)[2], float* y,
                           size_t stride) {
     linear_tiles(gate, &up, x, n, begin, end, scratch, [&](int tile, int row, int rows, const F* g, const F* u) {
         const int column = tile * kTile;
@@ -323,7 +269,7 @@ inline void best_reset(Best* best, int n) {
 }
 
 // Keeps the largest output of each row (the lowest index on ties), and stores all outputs when y is given.
-inline void linear_best(const Packed& w, const Rows& x, int n, int begin, int end, LinearScratch& scratch, Best* best, float* y, size_t stride) {
+inline void linear_best(const Packed& w, const Rows& x, int n, int begin, int end, LinearScratch (&scratch)[2], Best* best, float* y, size_t stride) {
     linear_tiles(w, nullptr, x, n, begin, end, scratch, [&](int tile, int row, int rows, const F* acc, const F*) {
         const int column = tile * kTile;
         const int width = w.out - column;

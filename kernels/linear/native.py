@@ -55,15 +55,13 @@ def linear(x: torch.Tensor, weight: Weight, threads: int = 1, isa: str | None = 
     return PackedMatrix(weight).linear(x, threads, isa)
 
 
-def quantize_rows(x: torch.Tensor, isa: str | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rows [N, in] float32 -> codes int8 [N, in/32, 32], step a float32 [N, in/32], sum of codes int32 [N, in/32]."""
+def quantize_rows(x: torch.Tensor, isa: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows [N, in] float32 -> codes int16 [N, in], step a float32 [N]."""
     rows, width = x.shape
     if width % 32 != 0:
         raise ValueError(f"rows of {width} values do not divide into blocks of 32")
     library = require()
-    codes = torch.empty(rows, width // 32, 32, dtype=torch.int8)
-    step = torch.empty(rows, width // 32)
-    total = torch.empty(rows, width // 32, dtype=torch.int32)
+    codes, step = torch.empty(rows, width, dtype=torch.int16), torch.empty(rows)
     source = address(x, torch.float32, "x")
-    library.c.fs_quantise(library.isa(isa), source, rows, width, codes.data_ptr(), step.data_ptr(), total.data_ptr())
-    return codes, step, total
+    library.c.fs_quantise(library.isa(isa), source, rows, width, codes.data_ptr(), step.data_ptr())
+    return codes, step

@@ -1,19 +1,16 @@
 """The linear layer, one row at a time. Knows the weight forms; refuses to know what the rows mean.
 
 A library matrix-matrix product picks its summation order by the number of rows, so it is not used. A dense row is a
-matrix-vector product, the same call on the same shapes for every row; a quantised row is exact integers and then a loop
-over blocks, in which every operation rounds once.
+matrix-vector product, the same call on the same shapes for every row; a quantised row is two exact whole sums, in any order.
 """
 
 from __future__ import annotations
 
 import torch
 
-from kernels.linear import BLOCK, LARGEST, BlockWeight, DenseWeight, LayerWeight, Weight
+from kernels.linear import BLOCK, LARGEST, LEAST, TABLE_SHIFT, BlockWeight, DenseWeight, LayerWeight, Weight
 from kernels.linear.formats import PublishedWeight
 from kernels.linear.formats import reference as formats
-
-_DOT_BYTES = 1 << 26  # block dot products held at once; only bounds memory, the values are exact integers
 
 
 def linear(x: torch.Tensor, weight: LayerWeight) -> torch.Tensor:
@@ -35,12 +32,14 @@ def _dense(x: torch.Tensor, weight: DenseWeight) -> torch.Tensor:
     return y
 
 
-def quantize_rows(x: torch.Tensor, bits: int = 8) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rows [N, in] -> codes q [N, in/32, 32] (integers in float32), step a [N, in/32], sum of codes [N, in/32]."""
-    blocks = x.reshape(x.shape[0], -1, BLOCK)
-    step = blocks.abs().amax(dim=-1) / float(LARGEST[bits])
-    codes = torch.round(blocks / torch.where(step > 0, step, torch.ones_like(step)).unsqueeze(-1))  # half to even
-    return codes, step, codes.sum(dim=-1)
+def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows [N, in] -> codes q [N, in] (whole numbers in float32), step a [N]. A row that is not finite has codes 0 and step NaN."""
+    largest = x.abs().amax(dim=-1)
+    codes_by = torch.where(largest < LEAST, torch.zeros_like(largest), float(LARGEST) / largest)
+    step = torch.where(largest < LEAST, torch.zeros_like(largest), largest / float(LARGEST))
+    finite = x.isfinite().all(dim=-1)
+    codes = torch.round(torch.where(finite[:, None], x, 0.0) * torch.where(finite, codes_by, 0.0)[:, None])  # half to even
+    return codes, torch.where(finite, step, torch.nan)
 
 
 def unpack_codes(weight: BlockWeight) -> torch.Tensor:
@@ -52,37 +51,50 @@ def unpack_codes(weight: BlockWeight) -> torch.Tensor:
     raise ValueError(f"BlockWeight has {weight.bits} bits; expected 4 or 8")
 
 
+def row_step(weight: BlockWeight) -> torch.Tensor:
+    """Steps s [out] float32 of the matrix's rows."""
+    if weight.bits == 8:
+        return _values(weight).abs().amax(dim=-1) / 127.0
+    minimum = weight.minimum.float()
+    return torch.maximum(minimum.abs(), (weight.scale.float() * 15.0 + minimum).abs()).amax(dim=-1) / 127.0
+
+
+def row_numbers(weight: BlockWeight) -> tuple[torch.Tensor, torch.Tensor]:
+    """The matrix as the contract's whole numbers -127..127 in float32 [out, in] and steps s [out]."""
+    step = row_step(weight)
+    by = torch.where(step > 0, step, 1.0)[:, None]
+    if weight.bits == 8:
+        return torch.round(_values(weight) / by), step
+    unit = float(1 << TABLE_SHIFT)
+    factor = torch.round(weight.scale.float() / by * unit)[..., None]
+    offset = torch.round(weight.minimum.float() / by * unit)[..., None] + unit / 2
+    return torch.floor((unpack_codes(weight) * factor + offset) / unit).flatten(1), step  # exact: below 2^24
+
+
 def _blocks(x: torch.Tensor, weight: BlockWeight) -> torch.Tensor:
-    # |dot| <= 32 * 127 * 255 < 2^24 with 8-bit rows: float32 holds every partial sum exactly, in any order. Wider rows take float64.
-    exact = torch.float32 if weight.activation_bits == 8 else torch.float64
-    w = unpack_codes(weight).permute(1, 2, 0).to(exact).contiguous()  # [blocks, 32, out]
-    d = weight.scale.float()  # [out, blocks]
-    m = weight.minimum.float()
-    out, blocks = d.shape
-    y = x.new_zeros(x.shape[0], out)
-    rows = max(1, _DOT_BYTES // (8 * out * blocks))
-    for start in range(0, x.shape[0], rows):
-        q, a, total = quantize_rows(x[start : start + rows], weight.activation_bits)
-        dot = torch.bmm(q.transpose(0, 1).to(w.dtype), w).float()  # [blocks, rows, out]
-        part = y[start : start + rows]
-        for b in range(blocks):
-            step = a[:, b, None]  # [rows, 1]
-            part += (d[:, b] * step) * dot[b] + m[:, b] * (step * total[:, b, None])
-    return y
+    numbers, s = row_numbers(weight)
+    q, a = quantize_rows(x)
+    high = torch.round(q / 255.0)
+    low = q - 255.0 * high
+    w = numbers.double().T  # float64 holds every sum of these products, in any order
+    high_sum, low_sum = ((part.double() @ w).float() for part in (high, low))
+    return (s * a[:, None]) * (255.0 * high_sum + low_sum)
 
 
 def lookup(weight: Weight, ids: torch.Tensor) -> torch.Tensor:
-    """Rows `ids` [N] of the matrix as float32 [N, in]: the embedding of tokens."""
+    """Rows `ids` [N] of the matrix as float32 [N, in], as `linear` reads them: the embedding of tokens."""
     ids = ids.long()
     if isinstance(weight, DenseWeight):
         return weight.values[ids].float()
-    rows = BlockWeight(weight.bits, weight.codes[ids], weight.scale[ids], weight.minimum[ids])
-    return dequantize(rows)
+    numbers, step = row_numbers(BlockWeight(weight.bits, weight.codes[ids], weight.scale[ids], weight.minimum[ids]))
+    return step[:, None] * numbers
 
 
 def dequantize(weight: BlockWeight | PublishedWeight) -> torch.Tensor:
-    """The matrix itself, float32 [out, in]; of blocks, scale * code + minimum."""
-    if isinstance(weight, PublishedWeight):
-        return formats.dequantize(weight)
+    """The matrix as published, float32 [out, in]; of blocks, scale * code + minimum."""
+    return formats.dequantize(weight) if isinstance(weight, PublishedWeight) else _values(weight)
+
+
+def _values(weight: BlockWeight) -> torch.Tensor:
     values = weight.scale.float().unsqueeze(-1) * unpack_codes(weight) + weight.minimum.float().unsqueeze(-1)
     return values.reshape(weight.codes.shape[0], -1)

@@ -1,8 +1,7 @@
 """The linear layer on the device. Knows the weight forms; refuses to know what the rows mean.
 
-Block weights follow the contract's arithmetic: int8 activations per block of 32, exact integer dots on the tensor cores,
-float32 sums over blocks in ascending order without fused multiply-add, so the result is the reference's, bit for bit, for
-any number of rows. Dense weights go to the vendor's library unless `invariant` asks for our own kernel, whose order of sums
+Block weights follow the contract's arithmetic: rows and weights as whole numbers, exact integer dots on the tensor cores, one chain of float32
+behind them, so the result is the reference's, bit for bit, for any number of rows. Dense weights go to the vendor's library unless `invariant` asks for our own kernel, whose order of sums
 does not depend on the number of rows.
 """
 
@@ -13,9 +12,10 @@ import triton
 import triton.language as tl
 
 from kernels.interpreter import interpreted
-from kernels.linear import BLOCK, LARGEST, BlockWeight, DenseWeight, LayerWeight
+from kernels.linear import BLOCK, LARGEST, LEAST, BlockWeight, DenseWeight, LayerWeight
 from kernels.linear.formats import PublishedWeight
 from kernels.linear.formats import triton as formats
+from kernels.linear.reference import row_step
 
 
 # The number of rows changes from step to step and is not specialised on: no compilation once the server is ready.
@@ -50,54 +50,60 @@ def _dense_kernel(
     tl.store(y_ptr + row.to(tl.int64)[:, None] * outs + out[None, :], y, mask=(row < rows)[:, None] & (out < outs)[None, :])
 
 
-@triton.jit(do_not_specialize=["count"])
-def _quantize_kernel(
-    x_ptr,  # [N, blocks, 32]
-    codes_ptr,  # [N, blocks, 32] int16
-    step_ptr,  # [N, blocks] float32
-    total_ptr,  # [N, blocks] int32
-    count,  # N * blocks
-    LARGEST: tl.constexpr,  # largest code
-    TILE: tl.constexpr,
-):
-    block = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    inside = block < count
-    at = block[:, None] * 32 + tl.arange(0, 32)[None, :]
-    x = tl.load(x_ptr + at, mask=inside[:, None], other=0.0).to(tl.float32)
-    step = tl.div_rn(tl.max(tl.abs(x), axis=1), LARGEST * 1.0)
-    ratio = tl.div_rn(x, tl.where(step > 0.0, step, 1.0)[:, None])
-    # Adding 1.5 * 2^23 leaves no room for a fraction: rounds to the nearest integer, halves to even.
-    code = ((ratio + 12582912.0) - 12582912.0).to(tl.int32)
-    tl.store(codes_ptr + at, code.to(tl.int16), mask=inside[:, None])
-    tl.store(step_ptr + block, step, mask=inside)
-    tl.store(total_ptr + block, tl.sum(code, axis=1), mask=inside)
+@triton.jit
+def _nearest(x):
+    """To the nearest whole number, halves to even, below 2^22: adding 1.5 * 2^23 leaves no room for a fraction."""
+    return (x + 12582912.0) - 12582912.0
 
 
 @triton.jit
-def _exact_dot(q, code, ROW_BITS: tl.constexpr):
-    """[rows, 32] int16 x [32, out] int8 -> int32; wider rows in two int8 parts."""
-    if ROW_BITS == 8:
-        return tl.dot(q.to(tl.int8), code, out_dtype=tl.int32)
-    high = (q + 128) >> 8
-    low = (q - high * 256).to(tl.int8)
-    return 256 * tl.dot(high.to(tl.int8), code, out_dtype=tl.int32) + tl.dot(low, code, out_dtype=tl.int32)
+def _quantize_kernel(
+    x_ptr,  # [N, width]
+    parts_ptr,  # [N, 2, width] int8: high and low parts
+    step_ptr,  # [N] float32
+    width,
+    LARGEST: tl.constexpr,  # largest code
+    LEAST: tl.constexpr,  # rows of smaller values count as zeros
+    BLOCK_K: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    most = tl.zeros([BLOCK_K], tl.float32)
+    broken = tl.zeros([BLOCK_K], tl.float32)
+    for start in range(0, width, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        x = tl.load(x_ptr + row * width + k, mask=k < width, other=0.0).to(tl.float32)
+        most = tl.maximum(most, tl.abs(x))
+        broken += x * 0.0
+    largest = tl.max(most, axis=0)
+    empty = largest < LEAST
+    by = tl.where(empty, 1.0, largest)
+    inverse = tl.where(empty, 0.0, tl.div_rn(LARGEST * 1.0, by))
+    step = tl.where(empty, 0.0, tl.div_rn(largest, LARGEST * 1.0))
+    tl.store(step_ptr + row, tl.where(tl.sum(broken, axis=0) == 0.0, step, float("nan")))
+    for start in range(0, width, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        x = tl.load(x_ptr + row * width + k, mask=k < width, other=0.0).to(tl.float32)
+        code = _nearest(x * inverse)
+        high = _nearest(code * (1.0 / 255.0))
+        at = parts_ptr + row * 2 * width + k
+        tl.store(at, high.to(tl.int32).to(tl.int8), mask=k < width)
+        tl.store(at + width, (code - high * 255.0).to(tl.int32).to(tl.int8), mask=k < width)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _block_kernel(
-    codes_ptr,  # [N, blocks, 32] int16 of the rows
-    step_ptr,  # [N, blocks] float32
-    total_ptr,  # [N, blocks] int32
+    parts_ptr,  # [N, 2, width] int8 of the rows
+    step_ptr,  # [N] float32
     w_ptr,  # [out, blocks, 4 * BITS] uint8
     scale_ptr,  # [out, blocks] float16
     minimum_ptr,  # [out, blocks] float16 or float32
+    w_step_ptr,  # [out] float32
     bias_ptr,  # [out] float32 or None
     y_ptr,  # [N, out] float32
     rows,
     outs,
     blocks,
     BITS: tl.constexpr,
-    ROW_BITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -105,24 +111,30 @@ def _block_kernel(
     out = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row_in, out_in = row < rows, out < outs
     k = tl.arange(0, 32)
-    y = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    w_step = tl.load(w_step_ptr + out, mask=out_in, other=0.0)
+    by = tl.where(w_step > 0.0, w_step, 1.0)
+    high = tl.zeros([BLOCK_M, BLOCK_N], tl.int32)
+    low = tl.zeros([BLOCK_M, BLOCK_N], tl.int32)
     for block in range(blocks):
-        row_at = row.to(tl.int64) * blocks + block
         out_at = out.to(tl.int64) * blocks + block
-        q = tl.load(codes_ptr + row_at[:, None] * 32 + k[None, :], mask=row_in[:, None], other=0)
-        step = tl.load(step_ptr + row_at, mask=row_in, other=0.0)
-        total = tl.load(total_ptr + row_at, mask=row_in, other=0)
         scale = tl.load(scale_ptr + out_at, mask=out_in, other=0.0).to(tl.float32)
         minimum = tl.load(minimum_ptr + out_at, mask=out_in, other=0.0).to(tl.float32)
         if BITS == 4:
             packed = tl.load(w_ptr + out_at[None, :] * 16 + (k % 16)[:, None], mask=out_in[None, :], other=0)
-            code = ((packed >> (k // 16 * 4).to(tl.uint8)[:, None]) & 15).to(tl.int8)
-            dot = _exact_dot(q, code, ROW_BITS)
+            code = (packed >> (k // 16 * 4).to(tl.uint8)[:, None]) & 15
+            factor = _nearest(tl.div_rn(scale, by) * 256.0).to(tl.int32)
+            offset = _nearest(tl.div_rn(minimum, by) * 256.0).to(tl.int32) + 128
+            number = (code.to(tl.int32) * factor[None, :] + offset[None, :]) >> 8
         else:
-            raw = tl.load(w_ptr + out_at[None, :] * 32 + k[:, None], mask=out_in[None, :], other=128)
-            code = (raw.to(tl.int32) - 128).to(tl.int8)
-            dot = _exact_dot(q, code, ROW_BITS) + 128 * total[:, None]
-        y += (scale[None, :] * step[:, None]) * dot.to(tl.float32) + minimum[None, :] * (step * total.to(tl.float32))[:, None]
+            code = tl.load(w_ptr + out_at[None, :] * 32 + k[:, None], mask=out_in[None, :], other=0)
+            value = scale[None, :] * code.to(tl.float32) + minimum[None, :]
+            number = _nearest(tl.div_rn(value, tl.broadcast_to(by[None, :], value.shape))).to(tl.int32)
+        number = tl.where((w_step > 0.0)[None, :], number, 0).to(tl.int8)
+        at = parts_ptr + row.to(tl.int64)[:, None] * (2 * blocks * 32) + block * 32 + k[None, :]
+        high += tl.dot(tl.load(at, mask=row_in[:, None], other=0), number, out_dtype=tl.int32)
+        low += tl.dot(tl.load(at + blocks * 32, mask=row_in[:, None], other=0), number, out_dtype=tl.int32)
+    step = tl.load(step_ptr + row, mask=row_in, other=0.0)
+    y = (w_step[None, :] * step[:, None]) * (high.to(tl.float32) * 255.0 + low.to(tl.float32))
     if bias_ptr is not None:
         y += tl.load(bias_ptr + out, mask=out_in, other=0.0)[None, :]
     tl.store(y_ptr + row.to(tl.int64)[:, None] * outs + out[None, :], y, mask=row_in[:, None] & out_in[None, :])
@@ -172,20 +184,16 @@ def _dense(x: torch.Tensor, weight: DenseWeight) -> torch.Tensor:
 
 def _blocks(x: torch.Tensor, weight: BlockWeight) -> torch.Tensor:
     rows, width = x.shape
-    blocks, outs = width // BLOCK, weight.out_features
+    outs = weight.out_features
     y = torch.empty(rows, outs, dtype=torch.float32, device=x.device)
     if rows == 0:
         return y
-    codes = torch.empty(rows, width, dtype=torch.int16, device=x.device)
-    step = torch.empty(rows, blocks, dtype=torch.float32, device=x.device)
-    total = torch.empty(rows, blocks, dtype=torch.int32, device=x.device)
-    bits = weight.activation_bits
-    _quantize_kernel[(triton.cdiv(rows * blocks, 32),)](
-        x, codes, step, total, rows * blocks, LARGEST=LARGEST[bits], TILE=32, enable_fp_fusion=False
-    )
+    parts = torch.empty(rows, 2, width, dtype=torch.int8, device=x.device)
+    step = torch.empty(rows, dtype=torch.float32, device=x.device)
+    _quantize_kernel[(rows,)](x, parts, step, width, LARGEST=LARGEST, LEAST=LEAST, BLOCK_K=1024, enable_fp_fusion=False)
     block_m = _tile_rows(rows)
     _block_kernel[(triton.cdiv(outs, 64), triton.cdiv(rows, block_m))](
-        codes, step, total, weight.codes, weight.scale, weight.minimum, weight.bias, y, rows, outs, blocks,
-        BITS=weight.bits, ROW_BITS=bits, BLOCK_M=block_m, BLOCK_N=64, enable_fp_fusion=False,
+        parts, step, weight.codes, weight.scale, weight.minimum, row_step(weight), weight.bias, y, rows, outs, width // BLOCK,
+        BITS=weight.bits, BLOCK_M=block_m, BLOCK_N=64, enable_fp_fusion=False,
     )  # fmt: skip
     return y

@@ -173,8 +173,8 @@ void fs_linear(const void* isa, void* team, const void* matrix, const float* x, 
     static_cast<const Ops*>(isa)->linear(*static_cast<Team*>(team), static_cast<const Matrix*>(matrix)->packed, x, rows, y);
 }
 
-void fs_quantise(const void* isa, const float* x, int rows, int in, int8_t* codes, float* a, int32_t* sums) {
-    static_cast<const Ops*>(isa)->quantise(x, rows, in, codes, a, sums);
+void fs_quantise(const void* isa, const float* x, int rows, int in, int16_t* codes, float* step) {
+    static_cast<const Ops*>(isa)->quantise(x, rows, in, codes, step);
 }
 
 void fs_rms_norm(const void* isa, const float* x, const float* residual, const float* weight, int rows, int n, float eps, float* out, float* residual_out) {

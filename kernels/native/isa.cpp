@@ -14,54 +14,48 @@
 namespace fs::FS_ISA {
 namespace {
 
-void quantise(const float* x, int rows, int in, int8_t* codes, float* a, int32_t* sums) {
-    const int blocks = in / kBlock;
-    Buffer<uint8_t> act(act_bytes(in, 1));
+void quantise(const float* x, int rows, int in, int16_t* codes, float* step) {
+    const RowLayout layout(in, rows);
+    Buffer<uint8_t> held(layout.bytes());
+    Rows read;
+    read.read(held.data(), layout);
     for (int r = 0; r < rows; ++r) {
-        quantise_row(x + static_cast<size_t>(r) * static_cast<size_t>(in), in, 0, Fine::Bits8, act.data());
-        for (int b = 0; b < blocks; ++b) {
-            const uint8_t* record = act.data() + static_cast<size_t>(b) * kActRecord;
-            const size_t at = static_cast<size_t>(r) * static_cast<size_t>(blocks) + static_cast<size_t>(b);
-            int32_t minus8;
-            std::memcpy(codes + at * kBlock, record, kBlock);
-            std::memcpy(a + at, record + kActFields + kActScale, 4);
-            std::memcpy(&minus8, record + kActFields + kActMinus8, 4);
-            sums[at] = minus8 / -8;
+        quantise_row(x + static_cast<size_t>(r) * static_cast<size_t>(in), in, r, layout, held.data());
+        for (int k = 0; k < in; ++k) {
+            const auto* high = reinterpret_cast<const int8_t*>(read.row(r) + read.span * static_cast<size_t>(k / kSpan) + static_cast<size_t>(k % kSpan));
+            codes[static_cast<size_t>(r) * static_cast<size_t>(in) + static_cast<size_t>(k)] = static_cast<int16_t>(255 * high[0] + high[read.part]);
         }
+        step[r] = read.fields[r].step;
     }
 }
+
+struct OneThread {
+    LinearScratch scratch[2];
+};
 
 struct LinearJob {
     const Packed* w;
     Rows x;
     int rows;
     float* y;
-    std::vector<LinearScratch> scratch;
+    std::vector<OneThread> threads;
 };
 
 void linear(Team& team, const Packed& w, const float* x, int rows, float* y) {
-    LinearJob job{&w, {}, rows, y, std::vector<LinearScratch>(static_cast<size_t>(team.threads()))};
-    Buffer<uint8_t> act, image;
+    LinearJob job{&w, {}, rows, y, std::vector<OneThread>(static_cast<size_t>(team.threads()))};
+    Buffer<uint8_t> held;
     job.x.values = x;
     job.x.stride = static_cast<size_t>(w.in);
     if (is_quantised(w.kind)) {
-        act.resize(act_bytes(w.in, rows));
-        for (int r = 0; r < rows; ++r) quantise_row(x + static_cast<size_t>(r) * job.x.stride, w.in, r, w.fine, act.data());
-        clear_rest(w.in, rows, act.data());
-        job.x.quantised = act.data();
-        job.x.group_bytes = act_group_bytes(w.in);
-        if (is_few(rows, w.fine) && !has_image(rows, w.fine)) {
-            job.x.image = act.data();
-        } else if (is_few(rows, w.fine)) {
-            image.resize(few_bytes(w.in, rows, w.fine));
-            few_image(act.data(), w.in, rows, w.fine, image.data());
-            job.x.image = image.data();
-        }
+        const RowLayout layout(w.in, rows);
+        held.resize(layout.bytes());
+        for (int r = 0; r < rows; ++r) quantise_row(x + static_cast<size_t>(r) * job.x.stride, w.in, r, layout, held.data());
+        job.x.read(held.data(), layout);
     }
     Phase phase = tiles_phase(w);
     phase.run = [](void* p, int, int begin, int end, int thread) {
         auto& j = *static_cast<LinearJob*>(p);
-        linear_store(*j.w, j.x, j.rows, begin, end, j.scratch[static_cast<size_t>(thread)], j.y, static_cast<size_t>(j.w->out));
+        linear_store(*j.w, j.x, j.rows, begin, end, j.threads[static_cast<size_t>(thread)].scratch, j.y, static_cast<size_t>(j.w->out));
     };
     team.run(&job, &phase, 1);
 }

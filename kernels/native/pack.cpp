@@ -1,5 +1,6 @@
 #include "weights.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <sys/mman.h>
@@ -40,28 +41,63 @@ float minimum_at(const fs_weight& w, size_t i) {
     return static_cast<const float*>(w.minimum)[i];
 }
 
-bool minimums_are_offsets(const fs_weight& w) {
-    const float offset = w.kind == FS_Q4 ? -8.0f : -128.0f;
-    const size_t n = static_cast<size_t>(w.out) * static_cast<size_t>(w.in / kBlock);
-    for (size_t i = 0; i < n; ++i) {
-        if (minimum_at(w, i) != offset * half_to_float(w.scale[i])) return false;
-    }
-    return true;
+float value_at(const fs_weight& w, size_t block, int code) { return half_to_float(w.scale[block]) * static_cast<float>(code) + minimum_at(w, block); }
+
+// The codes of a block as stored in `w`: 32 numbers.
+void codes_at(const fs_weight& w, size_t block, int* codes) {
+    const uint8_t* raw = static_cast<const uint8_t*>(w.codes) + block * (w.kind == FS_Q4 ? 16 : 32);
+    for (int k = 0; k < kBlock; ++k) codes[k] = w.kind == FS_Q8 ? raw[k] : (raw[k % 16] >> (k / 16 * 4)) & 15;
 }
 
-void pack_block(const fs_weight& w, Kind kind, int row, int block, uint8_t* record) {
-    const int lane = row % kTile;
-    const int half = block % 2;
+// The largest number that a row can hold, over 127: of 4 bits from the ends of its blocks' tables, of 8 from the codes themselves.
+float step_of_row(const fs_weight& w, size_t first_block, int blocks) {
+    float largest = 0.0f;
+    for (int b = 0; b < blocks; ++b) {
+        const size_t block = first_block + static_cast<size_t>(b);
+        int low = 0, high = 15;
+        if (w.kind == FS_Q8) {
+            const uint8_t* codes = static_cast<const uint8_t*>(w.codes) + block * 32;
+            low = *std::min_element(codes, codes + 32);
+            high = *std::max_element(codes, codes + 32);
+        }
+        largest = std::max({largest, std::fabs(value_at(w, block, low)), std::fabs(value_at(w, block, high))});
+    }
+    return largest / 127.0f;
+}
+
+// To the nearest whole number, ties to even, below 2^22: adding 1.5 * 2^23 leaves no room for a fraction.
+int rounded(float x) { return static_cast<int>((x + 12582912.0f) - 12582912.0f); }
+
+void pack_block(const fs_weight& w, float step, int row, int block, uint8_t* record) {
+    const int lane = row % kTile, half = block % 2;
     const size_t source = static_cast<size_t>(row) * static_cast<size_t>(w.in / kBlock) + static_cast<size_t>(block);
-    const size_t row_bytes = code_bytes(kind) / kTile;
-    const uint8_t* codes = static_cast<const uint8_t*>(w.codes) + source * row_bytes;
-    uint8_t* target = record + static_cast<size_t>(half) * code_bytes(kind) + 4 * lane;
-    for (size_t j = 0; j < row_bytes / 4; ++j) std::memcpy(target + 64 * j, codes + 4 * j, 4);
-    uint8_t* scales = record + 2 * code_bytes(kind);
-    std::memcpy(scales + 32 * half + 2 * lane, &w.scale[source], 2);
-    uint8_t* minimums = scales + 64;
-    if (kind == Kind::Q4Min) std::memcpy(minimums + 32 * half + 2 * lane, static_cast<const uint16_t*>(w.minimum) + source, 2);
-    if (kind == Kind::Q8Min) std::memcpy(minimums + 64 * half + 4 * lane, static_cast<const float*>(w.minimum) + source, 4);
+    if (w.kind == FS_Q8) {
+        int codes[kBlock];
+        codes_at(w, source, codes);
+        for (int k = 0; k < kBlock; ++k) {
+            const int number = step > 0.0f ? rounded(value_at(w, source, codes[k]) / step) : 0;
+            record[kLineBytes * static_cast<size_t>((half * kBlock + k) / 4) + static_cast<size_t>(4 * lane + k % 4)] = static_cast<uint8_t>(number + 128);
+        }
+        return;
+    }
+    const auto group = static_cast<size_t>(lane % 4), in_group = static_cast<size_t>(lane / 4);
+    uint8_t* codes = record + static_cast<size_t>(half) * kCodeBytes + group * kLineBytes + in_group * 16;
+    std::memcpy(codes, static_cast<const uint8_t*>(w.codes) + source * 16, 16);
+    const float unit = 1 << kTableShift;
+    const int factor = step > 0.0f ? rounded(half_to_float(w.scale[source]) / step * unit) : 0;
+    const int offset = (step > 0.0f ? rounded(minimum_at(w, source) / step * unit) : 0) + (128 << kTableShift) + (1 << (kTableShift - 1));
+    const uint16_t both[2] = {static_cast<uint16_t>(factor), static_cast<uint16_t>(offset)};
+    std::memcpy(record + kFactors + static_cast<size_t>(half) * kFactorBytes + group * 16 + in_group * 4, both, 4);
+}
+
+// Input k (0..63) of an output in a record of 4 bits.
+int table_byte(const uint8_t* record, int lane, int k) {
+    const auto group = static_cast<size_t>(lane % 4), in_group = static_cast<size_t>(lane / 4), half = static_cast<size_t>(k / kBlock);
+    const int in_block = k % kBlock;
+    const uint8_t both = record[half * kCodeBytes + group * kLineBytes + in_group * 16 + static_cast<size_t>(in_block % 16)];
+    uint16_t factor[2];
+    std::memcpy(factor, record + kFactors + half * kFactorBytes + group * 16 + in_group * 4, 4);
+    return static_cast<uint16_t>((in_block < 16 ? both & 15 : both >> 4) * factor[0] + factor[1]) >> kTableShift;
 }
 
 void pack_dense(const fs_weight& w, size_t size, Packed* out) {
@@ -111,20 +147,19 @@ bool pack(const fs_weight& w, Arena& arena, Packed* out) {
         std::memcpy(out->bias.data(), w.bias, static_cast<size_t>(w.out) * sizeof(float));
     }
     if (w.kind == FS_Q4 || w.kind == FS_Q8) {
-        const bool known = w.activation_bits == 8 || w.activation_bits == 16 || (w.activation_bits == 12 && w.kind == FS_Q4);
-        if (w.in % kBlock != 0 || !known) return false;
-        out->fine = w.activation_bits == 8 ? Fine::Bits8 : (w.activation_bits == 12 ? Fine::Bits12 : Fine::Bits16);
-        const bool offset = minimums_are_offsets(w);
-        if (w.kind == FS_Q4) out->kind = offset ? Kind::Q4Offset : Kind::Q4Min;
-        if (w.kind == FS_Q8) out->kind = offset ? Kind::Q8Offset : Kind::Q8Min;
+        if (w.in % kBlock != 0) return false;
+        out->kind = w.kind == FS_Q4 ? Kind::Q4 : Kind::Q8;
         const int blocks = w.in / kBlock;
-        out->pairs = (blocks + 1) / 2;
-        out->tile_bytes = static_cast<size_t>(out->pairs) * record_bytes(out->kind);
+        out->spans = (blocks + 1) / 2;
+        out->tile_bytes = static_cast<size_t>(out->spans) * record_bytes(out->kind);
+        out->step.assign(static_cast<size_t>(out->tiles) * kTile, 0.0f);
         out->data = arena.take(out->bytes());
         if (out->data == nullptr) return false;
         for (int row = 0; row < w.out; ++row) {
+            const float step = step_of_row(w, static_cast<size_t>(row) * static_cast<size_t>(blocks), blocks);
+            out->step[static_cast<size_t>(row)] = step;
             uint8_t* tile = out->data + static_cast<size_t>(row / kTile) * out->tile_bytes;
-            for (int b = 0; b < blocks; ++b) pack_block(w, out->kind, row, b, tile + static_cast<size_t>(b / 2) * record_bytes(out->kind));
+            for (int b = 0; b < blocks; ++b) pack_block(w, step, row, b, tile + static_cast<size_t>(b / 2) * record_bytes(out->kind));
         }
         return true;
     }
@@ -153,31 +188,13 @@ void unpack_row(const Packed& w, int row, float* values) {
         }
         return;
     }
-    const size_t bytes = code_bytes(w.kind);
-    for (int b = 0; b < w.in / kBlock; ++b) {
-        const uint8_t* record = tile + static_cast<size_t>(b / 2) * record_bytes(w.kind);
-        const uint8_t* codes = record + static_cast<size_t>(b % 2) * bytes + 4 * lane;
-        const uint8_t* scales = record + 2 * bytes;
-        uint16_t raw;
-        std::memcpy(&raw, scales + 32 * (b % 2) + 2 * lane, 2);
-        const float scale = half_to_float(raw);
-        float minimum = scale * (w.kind == Kind::Q4Offset ? -8.0f : -128.0f);
-        if (w.kind == Kind::Q4Min) {
-            std::memcpy(&raw, scales + 64 + 32 * (b % 2) + 2 * lane, 2);
-            minimum = half_to_float(raw);
-        }
-        if (w.kind == Kind::Q8Min) std::memcpy(&minimum, scales + 64 + 64 * (b % 2) + 4 * lane, 4);
-        float* target = values + b * kBlock;
-        for (int k = 0; k < kBlock; ++k) {
-            int code;
-            if (bytes == 256) {
-                const uint8_t both = codes[64 * ((k % 16) / 4) + k % 4];
-                code = k < 16 ? both & 15 : both >> 4;
-            } else {
-                code = codes[64 * (k / 4) + k % 4];
-            }
-            target[k] = scale * static_cast<float>(code) + minimum;
-        }
+    const float step = w.step[static_cast<size_t>(row)];
+    for (int k = 0; k < w.in; ++k) {
+        const uint8_t* record = tile + static_cast<size_t>(k / kSpan) * record_bytes(w.kind);
+        const int in_chunk = k % kSpan;
+        int byte = record[kLineBytes * static_cast<size_t>(in_chunk / 4) + static_cast<size_t>(4 * lane + in_chunk % 4)];
+        if (w.kind == Kind::Q4) byte = table_byte(record, lane, in_chunk);
+        values[k] = step * static_cast<float>(byte - 128);
     }
 }
 

@@ -35,7 +35,7 @@ def weight_data(weight: LayerWeight) -> WeightData:
         if kind is None:
             raise ValueError(f"a dense weight is float32, float16 or bfloat16, not {weight.values.dtype}")
         codes = address(weight.values, weight.values.dtype, "values")
-        return WeightData(kind, weight.out_features, weight.in_features, 0, codes, None, None, bias)
+        return WeightData(kind, weight.out_features, weight.in_features, codes, None, None, bias)
     return _block_data(weight, bias)
 
 
@@ -53,7 +53,6 @@ def _block_data(weight: BlockWeight, bias: int | None) -> WeightData:
         0 if weight.bits == 4 else 1,
         weight.out_features,
         weight.in_features,
-        weight.activation_bits,
         address(weight.codes, torch.uint8, "codes"),
         address(weight.scale, torch.float16, "scale"),
         minimum,

@@ -7,7 +7,6 @@ and nearly always with 12 or 16 everywhere.
 
 from __future__ import annotations
 
-import dataclasses
 
 import torch
 
@@ -69,21 +68,10 @@ def _lm_head(config: ModelConfig, source: TensorSource, embedding: Weight, vocab
 
 
 def _vocabulary(source: TensorSource, stem: str, rows: int, columns: int) -> Weight:
-    weight = _finely(_matrix(source, stem, rows, columns))
+    weight = _matrix(source, stem, rows, columns)
     if isinstance(weight, PublishedWeight):
         raise InvariantError(f"{stem} came as a {type(weight).__name__}; the vocabulary's matrices never do")
     return weight
-
-
-def _finely(weight: LayerWeight) -> LayerWeight:
-    """The same matrix, its rows of activations quantised finely where they are quantised in blocks."""
-    return _finely_together(weight)[0]
-
-
-def _finely_together(*weights: LayerWeight) -> tuple[LayerWeight, ...]:
-    """Matrices that read the same rows: 12 bits if all their codes have 4, else 16."""
-    bits = 16 if any(isinstance(w, BlockWeight) and w.bits != 4 for w in weights) else 12
-    return tuple(dataclasses.replace(w, activation_bits=bits) if isinstance(w, BlockWeight) else w for w in weights)
 
 
 def _equal(a: Weight, b: Weight) -> bool:
@@ -105,21 +93,16 @@ def _layer(config: ModelConfig, source: TensorSource, index: int) -> LayerWeight
         return _vector(source, f"{source.stem(role, index)}.weight", size)
 
     attention_norm = vector("attention_norm", config.hidden)
-    q, k, v = _finely_together(
-        matrix("q", q_rows, config.hidden, config.qkv_bias, config.q_heads),
-        matrix("k", kv_rows, config.hidden, config.qkv_bias, config.kv_heads),
-        matrix("v", kv_rows, config.hidden, config.qkv_bias),
-    )
     return LayerWeights(
         attention_norm=attention_norm,
-        q=q,
-        k=k,
-        v=v,
-        o=_finely(matrix("o", config.hidden, q_rows, config.o_bias)),
+        q=matrix("q", q_rows, config.hidden, config.qkv_bias, config.q_heads),
+        k=matrix("k", kv_rows, config.hidden, config.qkv_bias, config.kv_heads),
+        v=matrix("v", kv_rows, config.hidden, config.qkv_bias),
+        o=matrix("o", config.hidden, q_rows, config.o_bias),
         mlp_norm=vector("mlp_norm", config.hidden),
         gate=matrix("gate", config.intermediate, config.hidden, config.mlp_bias),
         up=matrix("up", config.intermediate, config.hidden, config.mlp_bias),
-        down=_finely(matrix("down", config.hidden, config.intermediate, config.mlp_bias)),
+        down=matrix("down", config.hidden, config.intermediate, config.mlp_bias),
         q_norm=vector("q_norm", config.head_dim) if config.qk_norm else None,
         k_norm=vector("k_norm", config.head_dim) if config.qk_norm else None,
     )

@@ -11,7 +11,6 @@ struct fs_weight {
     int32_t kind;           // fs_kind
     int32_t out;            // outputs
     int32_t in;             // inputs; a multiple of 32 for FS_Q4 and FS_Q8
-    int32_t activation_bits;  // 8 or 16 for FS_Q4 and FS_Q8, or 12 for FS_Q4: how finely rows are quantised
     const void* codes;      // FS_Q4: [out, in/32, 16] bytes, FS_Q8: [out, in/32, 32] bytes, dense: [out, in] values
     const uint16_t* scale;  // [out, in/32] float16
     const void* minimum;    // [out, in/32] float16 (FS_Q4) or float32 (FS_Q8)

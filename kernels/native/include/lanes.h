@@ -6,9 +6,9 @@
 //
 //   F       16 x float32        I       16 x int32        M   16 booleans        B64   64 bytes
 //   D       16 x float64, sums only
-//   Codes   one block of weight codes, 32 inputs by 16 outputs, unpacked from 4 x 64 (4 bits) or 8 x 64 bytes (8 bits)
-//   dot_nibbles<R, Step>(w, q, s)   s[r] += codes (0..15) . q[r], for R rows of 32 int8 that lie Step bytes apart
-//   dot_bytes<R, Step>(w, q, s)     the same for codes 0..255, minus kBytesShift * sum(q[r])
+//   Line    64 bytes of weights: 4 inputs of 16 outputs, numbers + 128
+//   load_line(p); dot4(s, line, q)   s + line's 4 inputs . q[0..4) of each output, minus kLineShift * sum(q), whole numbers
+//   expand_span(record, lines)      16 lines from a record of 4 bits (weights.h)
 #pragma once
 
 #include <cstdint>
@@ -30,6 +30,7 @@
 namespace fs::FS_ISA {
 
 constexpr int kLanes = 16;
+constexpr int kRowTile = FS_ROW_TILE;
 
 // (prefetch is always inlined: the compiler takes a function of nothing but prefetches for one without effects and drops its calls.)
 //
@@ -47,34 +48,6 @@ FS_INLINE void each(Fn&& fn) {
 
 inline F bcast(const float* p) { return set1(*p); }
 
-#if !defined(FS_LANES_FOLD)  // sets that fold sixteen vectors at once, and pack codes, have ways of their own
-// Lane i = the largest, or the sum, of the lanes of v[i].
-inline F reduce_max16(const F (&v)[16]) {
-    alignas(64) float out[16];
-    for (int i = 0; i < 16; ++i) out[i] = reduce_max(v[i]);
-    return load(out);
-}
-inline I reduce_add16(const I (&v)[16]) {
-    alignas(64) int32_t out[16];
-    for (int i = 0; i < 16; ++i) out[i] = reduce_add(v[i]);
-    return load(out);
-}
-// 32 codes as bytes, and 32 codes of 12 bits as high and low bytes: q = 16 * high + low.
-inline void store_codes8(int8_t* codes, I a, I b) {
-    store_int8(codes, a);
-    store_int8(codes + 16, b);
-}
-inline void store_codes12(int8_t* high, int8_t* low, I a, I b) {
-    alignas(64) int32_t q[32];
-    store(q, a);
-    store(q + 16, b);
-    for (int i = 0; i < 32; ++i) {
-        const int32_t h = (q[i] + 8) >> 4;
-        high[i] = static_cast<int8_t>(h);
-        low[i] = static_cast<int8_t>(q[i] - 16 * h);
-    }
-}
-#endif
 
 // exp(x) by range reduction to |r| <= ln2 / 2 and the Taylor series to r^7 (error below 1 ulp); 0 below -87, where the result would soon be subnormal (and slow).
 // For x <= 88 only (softmax weights have x <= 0); exp_clamped takes anything.

@@ -3,6 +3,8 @@
 
 #include <immintrin.h>
 
+#include "weights.h"
+
 namespace fs::FS_ISA {
 
 struct F {
@@ -15,10 +17,9 @@ struct M {
     __m256 a, b;
 };
 
-// maddubs saturates for codes above 127, so 8-bit codes are taken as signed (code - 128) and the shift is put back by the caller.
-constexpr int kBytesShift = 128;
-constexpr int kRowTile = 4;
-constexpr int kRowTileWide = 4;
+// maddubs saturates for bytes above 127, so bytes of weights are taken as the numbers they stand for (byte - 128).
+constexpr int kLineShift = 128;
+#define FS_ROW_TILE 4
 
 inline F zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
 inline F set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
@@ -77,10 +78,6 @@ inline void store(int32_t* p, I x) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 8), x.b);
 }
 inline I add(I x, I y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
-inline I times16(I x) { return {_mm256_slli_epi32(x.a, 4), _mm256_slli_epi32(x.b, 4)}; }
-inline I times255(I x) {
-    return {_mm256_sub_epi32(_mm256_slli_epi32(x.a, 8), x.a), _mm256_sub_epi32(_mm256_slli_epi32(x.b, 8), x.b)};
-}
 inline F to_float(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
 inline I round_int(F x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
 inline F round_even(F x) {
@@ -152,52 +149,54 @@ inline void store(double* p, D s) {
     for (int i = 0; i < 4; ++i) _mm256_storeu_pd(p + 4 * i, s.v[i]);
 }
 
-struct Codes {
-    __m256i c[16];  // pairs: lanes 0..7 and 8..15 of each group of 4 inputs
+// Lanes 0..7 and 8..15: numbers and their absolute values.
+struct Line {
+    __m256i a, b, abs_a, abs_b;
 };
-inline void unpack_nibbles(const uint8_t* w, Codes& out) {
-    const __m256i mask = _mm256_set1_epi8(15);
-    for (int j = 0; j < 8; ++j) {
-        const __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + 32 * j));
-        out.c[j] = _mm256_and_si256(raw, mask);
-        out.c[j + 8] = _mm256_and_si256(_mm256_srli_epi16(raw, 4), mask);
-    }
-}
-inline void unpack_bytes(const uint8_t* w, Codes& out) {
+inline Line load_line(const uint8_t* p) {
     const __m256i flip = _mm256_set1_epi8(-128);
-    for (int j = 0; j < 16; ++j) {
-        out.c[j] = _mm256_xor_si256(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + 32 * j)), flip);
+    const __m256i a = _mm256_xor_si256(_mm256_load_si256(reinterpret_cast<const __m256i*>(p)), flip);
+    const __m256i b = _mm256_xor_si256(_mm256_load_si256(reinterpret_cast<const __m256i*>(p + 32)), flip);
+    return {a, b, _mm256_abs_epi8(a), _mm256_abs_epi8(b)};
+}
+// Two products of at most 127 * 127 fit in 16 bits; so does the sign's change, since no number is -128.
+inline I dot4(I s, const Line& w, const int8_t* q) {
+    const __m256i x = bcast4(q), ones = _mm256_set1_epi16(1);
+    return {_mm256_add_epi32(s.a, _mm256_madd_epi16(_mm256_maddubs_epi16(w.abs_a, _mm256_sign_epi8(x, w.a)), ones)),
+            _mm256_add_epi32(s.b, _mm256_madd_epi16(_mm256_maddubs_epi16(w.abs_b, _mm256_sign_epi8(x, w.b)), ones))};
+}
+
+// Two of a block's four lanes of outputs, see lanes_avx512.h: the same steps at half the width.
+inline __m256i tables_of(const uint8_t* factors) {
+    const __m256i pair = _mm256_castsi128_si256(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(factors)));
+    const __m256i both = _mm256_permute4x64_epi64(pair, 0);
+    const __m256i first = _mm256_setr_epi64x(0x0100010001000100, 0x0100010001000100, 0x0504050405040504, 0x0504050405040504);
+    const __m256i factor = _mm256_shuffle_epi8(both, first), offset = _mm256_shuffle_epi8(both, _mm256_add_epi8(first, _mm256_set1_epi8(2)));
+    const __m256i even_codes = _mm256_setr_epi16(0, 2, 4, 6, 8, 10, 12, 14, 0, 2, 4, 6, 8, 10, 12, 14);
+    const __m256i even = _mm256_add_epi16(_mm256_mullo_epi16(factor, even_codes), offset), odd = _mm256_add_epi16(even, factor);
+    return _mm256_or_si256(_mm256_srli_epi16(even, kTableShift), _mm256_and_si256(odd, _mm256_set1_epi16(-256)));
+}
+inline void store_lines(const __m256i (&g)[4], uint8_t* lines) {
+    const __m256i a = _mm256_unpacklo_epi32(g[0], g[1]), b = _mm256_unpackhi_epi32(g[0], g[1]), c = _mm256_unpacklo_epi32(g[2], g[3]), d = _mm256_unpackhi_epi32(g[2], g[3]);
+    const __m256i out[4] = {_mm256_unpacklo_epi64(a, c), _mm256_unpackhi_epi64(a, c), _mm256_unpacklo_epi64(b, d), _mm256_unpackhi_epi64(b, d)};
+    for (size_t j = 0; j < 4; ++j) _mm256_store_si256(reinterpret_cast<__m256i*>(lines + kLineBytes * j), out[j]);
+}
+inline void expand_span(const uint8_t* record, uint8_t* lines) {
+    const __m256i nibble = _mm256_set1_epi8(15);
+    for (size_t b = 0; b < 2; ++b) {
+        for (size_t lanes = 0; lanes < 2; ++lanes) {  // outputs 0..7 and 8..15
+            __m256i first[4], second[4];
+            for (size_t g = 0; g < 4; ++g) {
+                const uint8_t* codes = record + b * kCodeBytes + g * kLineBytes + 32 * lanes;
+                const __m256i tables = tables_of(record + kFactors + b * kFactorBytes + g * 16 + 8 * lanes);
+                const __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes));
+                first[g] = _mm256_shuffle_epi8(tables, _mm256_and_si256(raw, nibble));
+                second[g] = _mm256_shuffle_epi8(tables, _mm256_and_si256(_mm256_srli_epi16(raw, 4), nibble));
+            }
+            store_lines(first, lines + b * 8 * kLineBytes + 32 * lanes);
+            store_lines(second, lines + b * 8 * kLineBytes + 4 * kLineBytes + 32 * lanes);
+        }
     }
-}
-// Eight products of at most 2 * 15 * 127 fit in 16 bits, so the widening add is done once per block.
-inline I dot_nibbles_row(const Codes& w, const int8_t* q, I init) {
-    __m256i a = _mm256_setzero_si256(), b = _mm256_setzero_si256();
-    for (int j = 0; j < 8; ++j) {
-        const __m256i x = bcast4(q + 4 * j);
-        a = _mm256_add_epi16(a, _mm256_maddubs_epi16(w.c[2 * j], x));
-        b = _mm256_add_epi16(b, _mm256_maddubs_epi16(w.c[2 * j + 1], x));
-    }
-    const __m256i ones = _mm256_set1_epi16(1);
-    return {_mm256_add_epi32(init.a, _mm256_madd_epi16(a, ones)), _mm256_add_epi32(init.b, _mm256_madd_epi16(b, ones))};
-}
-inline I dot_bytes_row(const Codes& w, const int8_t* q, I init) {
-    const __m256i ones = _mm256_set1_epi16(1);
-    __m256i a = init.a, b = init.b;
-    for (int j = 0; j < 8; ++j) {
-        const __m256i x = bcast4(q + 4 * j);
-        const __m256i wa = w.c[2 * j], wb = w.c[2 * j + 1];
-        a = _mm256_add_epi32(a, _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_abs_epi8(wa), _mm256_sign_epi8(x, wa)), ones));
-        b = _mm256_add_epi32(b, _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_abs_epi8(wb), _mm256_sign_epi8(x, wb)), ones));
-    }
-    return {a, b};
-}
-template <int R, int Step>
-inline void dot_nibbles(const Codes& w, const int8_t* q, I* s) {
-    for (int r = 0; r < R; ++r) s[r] = dot_nibbles_row(w, q + Step * r, s[r]);
-}
-template <int R, int Step>
-inline void dot_bytes(const Codes& w, const int8_t* q, I* s) {
-    for (int r = 0; r < R; ++r) s[r] = dot_bytes_row(w, q + Step * r, s[r]);
 }
 
 inline __attribute__((always_inline)) void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }

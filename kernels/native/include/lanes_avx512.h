@@ -3,6 +3,8 @@
 
 #include <immintrin.h>
 
+#include "weights.h"
+
 namespace fs::FS_ISA {
 
 struct F {
@@ -15,9 +17,9 @@ struct M {
     __mmask16 v;
 };
 
-constexpr int kBytesShift = 0;
-constexpr int kRowTile = 8;  // rows held in registers by the linear kernels
-constexpr int kRowTileWide = 16;
+constexpr int kLineShift = 0;
+#define FS_ROW_TILE 8  // rows held in registers by the linear kernels
+#define FS_LOOK_UP
 
 inline F zero() { return {_mm512_setzero_ps()}; }
 inline F set1(float x) { return {_mm512_set1_ps(x)}; }
@@ -48,8 +50,6 @@ inline I iota() { return {_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11
 inline I load(const int32_t* p) { return {_mm512_loadu_si512(p)}; }
 inline void store(int32_t* p, I x) { _mm512_storeu_si512(p, x.v); }
 inline I add(I a, I b) { return {_mm512_add_epi32(a.v, b.v)}; }
-inline I times16(I a) { return {_mm512_slli_epi32(a.v, 4)}; }
-inline I times255(I a) { return {_mm512_sub_epi32(_mm512_slli_epi32(a.v, 8), a.v)}; }
 inline F to_float(I a) { return {_mm512_cvtepi32_ps(a.v)}; }
 inline I round_int(F a) { return {_mm512_cvtps_epi32(a.v)}; }  // to nearest, ties to even
 inline F round_even(F a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
@@ -72,46 +72,6 @@ inline float reduce_add(F a) {
 inline float reduce_max(F a) { return _mm512_reduce_max_ps(a.v); }
 inline int32_t reduce_add(I a) { return _mm512_reduce_add_epi32(a.v); }
 
-#define FS_LANES_FOLD
-// Lane i = the largest, or the sum, of the lanes of v[i].
-template <class Op>
-inline __m512 fold16(const __m512 (&v)[16], Op op) {
-    __m512 pairs[8], fours[4];
-    for (int i = 0; i < 8; ++i) pairs[i] = op(_mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]), _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]));
-    for (int i = 0; i < 4; ++i) {
-        const __m512d a = _mm512_castps_pd(pairs[2 * i]), b = _mm512_castps_pd(pairs[2 * i + 1]);
-        fours[i] = op(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
-    }
-    const auto quarters = [&](__m512 a, __m512 b) { return op(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xDD)); };
-    return quarters(quarters(fours[0], fours[1]), quarters(fours[2], fours[3]));
-}
-inline F reduce_max16(const F (&v)[16]) {
-    __m512 raw[16];
-    for (int i = 0; i < 16; ++i) raw[i] = v[i].v;
-    return {fold16(raw, [](__m512 a, __m512 b) { return _mm512_max_ps(a, b); })};
-}
-inline I reduce_add16(const I (&v)[16]) {
-    __m512 raw[16];
-    for (int i = 0; i < 16; ++i) raw[i] = _mm512_castsi512_ps(v[i].v);
-    const auto sum = [](__m512 a, __m512 b) { return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(a), _mm512_castps_si512(b))); };
-    return {_mm512_castps_si512(fold16(raw, sum))};
-}
-
-// 32 codes as bytes, and 32 codes of 12 bits as high and low bytes: q = 16 * high + low.
-inline __m512i int16_pair(I a, I b) {
-    const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
-    return _mm512_permutexvar_epi64(order, _mm512_packs_epi32(a.v, b.v));
-}
-inline void store_codes8(int8_t* codes, I a, I b) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes), _mm512_cvtsepi16_epi8(int16_pair(a, b)));
-}
-inline void store_codes12(int8_t* high, int8_t* low, I a, I b) {
-    const __m512i q = int16_pair(a, b);
-    const __m512i h = _mm512_srai_epi16(_mm512_add_epi16(q, _mm512_set1_epi16(8)), 4);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(high), _mm512_cvtepi16_epi8(h));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(low), _mm512_cvtepi16_epi8(_mm512_sub_epi16(q, _mm512_slli_epi16(h, 4))));
-}
-
 inline __m512i bcast4(const int8_t* q) {
     int32_t word;
     __builtin_memcpy(&word, q, 4);
@@ -131,63 +91,67 @@ inline void store(double* p, D s) {
     _mm512_storeu_pd(p + 8, s.b);
 }
 
-// One block of 32 inputs by 16 outputs, unpacked to 8 registers of 4 inputs each.
-struct Codes {
-    __m512i c[8];
+struct Line {
+    __m512i v;
 };
-inline void unpack_nibbles(const uint8_t* w, Codes& out) {
-    const __m512i mask = _mm512_set1_epi8(15);
-    for (int j = 0; j < 4; ++j) {
-        const __m512i raw = _mm512_loadu_si512(w + 64 * j);
-        out.c[j] = _mm512_and_si512(raw, mask);
-        out.c[j + 4] = _mm512_and_si512(_mm512_srli_epi16(raw, 4), mask);
-    }
+inline Line load_line(const uint8_t* p) { return {_mm512_load_si512(p)}; }
+inline I dot4(I s, const Line& w, const int8_t* q) { return {_mm512_dpbusd_epi32(s.v, w.v, bcast4(q))}; }
+
+// The tables of four outputs in a block, 16 bytes a lane.
+inline __m512i tables_of(const uint8_t* factors) {
+    const __m512i both = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(factors)));
+    const __m512i lane = _mm512_set_epi64(0x0C0C0C0C0C0C0C0C, 0x0C0C0C0C0C0C0C0C, 0x0808080808080808, 0x0808080808080808, 0x0404040404040404, 0x0404040404040404, 0, 0);
+    const __m512i first = _mm512_add_epi8(lane, _mm512_set1_epi16(0x0100));
+    const __m512i factor = _mm512_shuffle_epi8(both, first), offset = _mm512_shuffle_epi8(both, _mm512_add_epi8(first, _mm512_set1_epi8(2)));
+    const __m512i even_codes = _mm512_broadcast_i32x4(_mm_setr_epi16(0, 2, 4, 6, 8, 10, 12, 14));
+    const __m512i even = _mm512_add_epi16(_mm512_mullo_epi16(factor, even_codes), offset), odd = _mm512_add_epi16(even, factor);
+    return _mm512_mask_blend_epi8(0xAAAAAAAAAAAAAAAA, _mm512_srli_epi16(even, kTableShift), odd);
 }
-inline void unpack_bytes(const uint8_t* w, Codes& out) {
-    for (int j = 0; j < 8; ++j) out.c[j] = _mm512_loadu_si512(w + 64 * j);
+// Inputs 0..15 and 16..31 of four outputs.
+struct Looked {
+    __m512i first, second;
+};
+inline Looked look_up(const uint8_t* codes, const uint8_t* factors) {
+    const __m512i tables = tables_of(factors), raw = _mm512_loadu_si512(codes), nibble = _mm512_set1_epi8(15);
+    return {_mm512_shuffle_epi8(tables, _mm512_and_si512(raw, nibble)), _mm512_shuffle_epi8(tables, _mm512_and_si512(_mm512_srli_epi16(raw, 4), nibble))};
 }
-// Rows are taken in step, eight at a time, and of fewer rows the codes in parts: eight independent chains hide the latency of the dot
-// product, also where a neighbour on the same core leaves half of the window. Sums of integers: any order, the same sum.
-template <int R, int Step>
-inline void dot_codes(const Codes& w, const int8_t* q, I* s) {
-    constexpr int kParts = R <= 2 ? 4 : (R <= 4 ? 2 : 1), kSpan = 8 / kParts;
+// sum += 32 inputs of four outputs . q, four parts an output.
+inline void dot_looked(__m512i& sum, const Looked& w, const uint8_t* q) {
+    sum = _mm512_dpbusd_epi32(sum, w.first, _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(q))));
+    sum = _mm512_dpbusd_epi32(sum, w.second, _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(q + 16))));
+}
+// Groups' lanes to lines: within a lane, doubleword j of group g goes to doubleword g of line j.
+inline void store_lines(const __m512i (&g)[4], uint8_t* lines) {
+    const __m512i a = _mm512_unpacklo_epi32(g[0], g[1]), b = _mm512_unpackhi_epi32(g[0], g[1]), c = _mm512_unpacklo_epi32(g[2], g[3]), d = _mm512_unpackhi_epi32(g[2], g[3]);
+    _mm512_store_si512(lines, _mm512_unpacklo_epi64(a, c));
+    _mm512_store_si512(lines + 64, _mm512_unpackhi_epi64(a, c));
+    _mm512_store_si512(lines + 128, _mm512_unpacklo_epi64(b, d));
+    _mm512_store_si512(lines + 192, _mm512_unpackhi_epi64(b, d));
+}
+inline void expand_span(const uint8_t* record, uint8_t* lines) {
 #pragma GCC unroll 2
-    for (int first = 0; first < R; first += 8) {
-        const int last = first + 8 < R ? first + 8 : R;
-        __m512i part[kParts][8];
-#pragma GCC unroll 8
-        for (int r = first; r < last; ++r) {
-            part[0][r - first] = s[r].v;
+    for (size_t b = 0; b < 2; ++b) {
+        __m512i first[4], second[4];
 #pragma GCC unroll 4
-            for (int p = 1; p < kParts; ++p) part[p][r - first] = _mm512_setzero_si512();
+        for (size_t g = 0; g < 4; ++g) {
+            const Looked found = look_up(record + b * kCodeBytes + g * kLineBytes, record + kFactors + b * kFactorBytes + g * 16);
+            first[g] = found.first;
+            second[g] = found.second;
         }
-#pragma GCC unroll 8
-        for (int j = 0; j < kSpan; ++j) {
-#pragma GCC unroll 4
-            for (int p = 0; p < kParts; ++p) {
-#pragma GCC unroll 8
-                for (int r = first; r < last; ++r) {
-                    const int at = p * kSpan + j;
-                    part[p][r - first] = _mm512_dpbusd_epi32(part[p][r - first], w.c[at], bcast4(q + Step * r + 4 * at));
-                }
-            }
-        }
-#pragma GCC unroll 8
-        for (int r = first; r < last; ++r) {
-            __m512i sum = part[0][r - first];
-            if constexpr (kParts == 2) sum = _mm512_add_epi32(sum, part[1][r - first]);
-            if constexpr (kParts == 4) sum = _mm512_add_epi32(_mm512_add_epi32(sum, part[1][r - first]), _mm512_add_epi32(part[2][r - first], part[3][r - first]));
-            s[r].v = sum;
-        }
+        store_lines(first, lines + b * 8 * kLineBytes);
+        store_lines(second, lines + b * 8 * kLineBytes + 4 * kLineBytes);
     }
 }
-template <int R, int Step>
-inline void dot_nibbles(const Codes& w, const int8_t* q, I* s) {
-    dot_codes<R, Step>(w, q, s);
-}
-template <int R, int Step>
-inline void dot_bytes(const Codes& w, const int8_t* q, I* s) {
-    dot_codes<R, Step>(w, q, s);
+
+// A lane holds four parts of the sums of output 4 l + g, for each group g.
+struct Quarters {
+    __m512i v[4] = {_mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512()};
+};
+inline I join_groups(const Quarters& groups) {
+    const __m512i(&g)[4] = groups.v;
+    const __m512i a = _mm512_add_epi32(_mm512_unpacklo_epi32(g[0], g[1]), _mm512_unpackhi_epi32(g[0], g[1]));
+    const __m512i b = _mm512_add_epi32(_mm512_unpacklo_epi32(g[2], g[3]), _mm512_unpackhi_epi32(g[2], g[3]));
+    return {_mm512_add_epi32(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b))};
 }
 
 inline __attribute__((always_inline)) void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }

@@ -3,6 +3,8 @@
 
 #include <cmath>
 
+#include "weights.h"
+
 namespace fs::FS_ISA {
 
 struct F {
@@ -15,9 +17,8 @@ struct M {
     bool v[16];
 };
 
-constexpr int kBytesShift = 0;
-constexpr int kRowTile = 4;
-constexpr int kRowTileWide = 4;
+constexpr int kLineShift = 128;
+#define FS_ROW_TILE 4
 
 #define FS_EACH for (int i = 0; i < 16; ++i)
 #define FS_F(expression)         \
@@ -77,8 +78,6 @@ inline I iota() { FS_I(i); }
 inline I load(const int32_t* p) { FS_I(p[i]); }
 inline void store(int32_t* p, I x) { FS_EACH p[i] = x.v[i]; }
 inline I add(I a, I b) { FS_I(a.v[i] + b.v[i]); }
-inline I times16(I a) { FS_I(16 * a.v[i]); }
-inline I times255(I a) { FS_I(255 * a.v[i]); }
 inline F to_float(I a) { FS_F(static_cast<float>(a.v[i])); }
 inline I round_int(F a) { FS_I(static_cast<int32_t>(std::nearbyintf(a.v[i]))); }
 inline float from_bits(uint32_t bits) {
@@ -133,37 +132,31 @@ inline D add_wide(D s, F x) {
 }
 inline void store(double* p, D s) { FS_EACH p[i] = s.v[i]; }
 
-struct Codes {
-    uint8_t c[8][64];
+struct Line {
+    int8_t v[64];
 };
-inline void unpack_nibbles(const uint8_t* w, Codes& out) {
-    for (int j = 0; j < 4; ++j) {
-        for (int i = 0; i < 64; ++i) {
-            out.c[j][i] = w[64 * j + i] & 15;
-            out.c[j + 4][i] = w[64 * j + i] >> 4;
-        }
-    }
+inline Line load_line(const uint8_t* p) {
+    Line out;
+    for (int i = 0; i < 64; ++i) out.v[i] = static_cast<int8_t>(p[i] - 128);
+    return out;
 }
-inline void unpack_bytes(const uint8_t* w, Codes& out) { std::memcpy(out.c, w, 512); }
-template <int R, int Step>
-inline void dot_codes(const Codes& w, const int8_t* q, I* s) {
-    for (int r = 0; r < R; ++r, q += Step) {
-        for (int j = 0; j < 8; ++j) {
-            for (int i = 0; i < 16; ++i) {
-                int32_t sum = 0;
-                for (int t = 0; t < 4; ++t) sum += static_cast<int32_t>(w.c[j][4 * i + t]) * q[4 * j + t];
-                s[r].v[i] += sum;
+inline I dot4(I s, const Line& w, const int8_t* q) {
+    FS_I(s.v[i] + w.v[4 * i] * q[0] + w.v[4 * i + 1] * q[1] + w.v[4 * i + 2] * q[2] + w.v[4 * i + 3] * q[3]);
+}
+inline void expand_span(const uint8_t* record, uint8_t* lines) {
+    for (size_t b = 0; b < 2; ++b) {
+        for (size_t out = 0; out < 16; ++out) {
+            const size_t group = out % 4, lane = out / 4;
+            const uint8_t* codes = record + b * kCodeBytes + group * kLineBytes + lane * 16;
+            uint16_t factor[2];
+            std::memcpy(factor, record + kFactors + b * kFactorBytes + group * 16 + lane * 4, 4);
+            uint8_t table[16];
+            for (int c = 0; c < 16; ++c) table[c] = static_cast<uint8_t>(static_cast<uint16_t>(c * factor[0] + factor[1]) >> kTableShift);
+            for (size_t k = 0; k < 32; ++k) {
+                lines[(b * 8 + k / 4) * kLineBytes + 4 * out + k % 4] = table[k < 16 ? codes[k] & 15 : codes[k - 16] >> 4];
             }
         }
     }
-}
-template <int R, int Step>
-inline void dot_nibbles(const Codes& w, const int8_t* q, I* s) {
-    dot_codes<R, Step>(w, q, s);
-}
-template <int R, int Step>
-inline void dot_bytes(const Codes& w, const int8_t* q, I* s) {
-    dot_codes<R, Step>(w, q, s);
 }
 
 inline __attribute__((always_inline)) void prefetch(const void* p) { __builtin_prefetch(p); }

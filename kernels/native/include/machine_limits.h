@@ -48,17 +48,20 @@ inline double limit_dot(Team& team, int rounds) {
     LimitJob job{nullptr, 0, 4 * team.threads(), rounds, {}};
     const double seconds = timed(team, job, [](void* p, int, int begin, int end, int thread) {
         auto& j = *static_cast<LimitJob*>(p);
-        alignas(64) uint8_t codes[512];
+        alignas(64) uint8_t bytes[64];
         alignas(64) int8_t rows[8 * 64];
-        for (int i = 0; i < 512; ++i) {
-            codes[i] = static_cast<uint8_t>(i + thread);
-            rows[i] = static_cast<int8_t>(i);
-        }
-        Codes w;
-        unpack_nibbles(codes, w);
+        for (int i = 0; i < 64; ++i) bytes[i] = static_cast<uint8_t>(i + thread);
+        for (int i = 0; i < 512; ++i) rows[i] = static_cast<int8_t>(i % 127);
+        const Line w = load_line(bytes);
         I s[8] = {set1(0), set1(1), set1(2), set1(3), set1(4), set1(5), set1(6), set1(7)};
         for (int unit = begin; unit < end; ++unit) {
-            for (int i = 0; i < j.rounds; ++i) dot_nibbles<8, 64>(w, rows, s);
+            for (int i = 0; i < j.rounds; ++i) {
+#pragma GCC unroll 8
+                for (int k = 0; k < 8; ++k) {
+#pragma GCC unroll 8
+                    for (int r = 0; r < 8; ++r) s[r] = dot4(s[r], w, rows + 64 * r + 4 * k);
+                }
+            }
         }
         I sum = set1(0);
         for (const I& x : s) sum = add(sum, x);

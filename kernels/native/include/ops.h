@@ -12,7 +12,7 @@ namespace fs {
 
 struct Ops {
     const char* name;
-    void (*quantise)(const float* x, int rows, int in, int8_t* codes, float* a, int32_t* sums);
+    void (*quantise)(const float* x, int rows, int in, int16_t* codes, float* step);
     void (*linear)(Team& team, const Packed& w, const float* x, int rows, float* y);
     void (*rms_norm)(const float* x, const float* residual, const float* weight, int rows, int n, float eps, float* out, float* residual_out);
     void (*rope)(const float* x, const int32_t* positions, const float* cos, const float* sin, int rows, int heads, int d, float* out);

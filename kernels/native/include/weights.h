@@ -1,14 +1,16 @@
 // Weight matrices in the order the kernels read them. Knows layouts; refuses to know instruction sets.
 //
-// Outputs are cut into tiles of 16 (one per lane; the last tile is padded with zeros). A quantised tile is a run of
-// records, one per two blocks of 32 inputs (an odd last block is padded with a zero block):
+// Outputs are cut into tiles of 16 (the last one padded with zeros), inputs into spans of 64, two blocks of 32 (an odd last block is
+// followed by a block of zeros). A quantised matrix is whole numbers of one byte times one step per output; bytes are numbers + 128.
+// A tile is a run of records, one per span:
 //
-//   codes of block 0 | codes of block 1 | 2 x 16 scales (float16) | 2 x 16 minimums, where the kind has them
+//   8 bits   16 lines of 4 inputs by 16 outputs: byte 64 * line + 4 * output + t is input 4 * line + t
+//   4 bits   codes of block 0 | codes of block 1 | factors of block 0 | factors of block 1
 //
-// The codes of a block are 64-byte lines holding 4 inputs of 16 outputs: byte 4 * lane + t. With 4 bits, line j (0..3)
-// has inputs 4j + t in the low and 16 + 4j + t in the high nibbles; with 8 bits, line j (0..7) has inputs 4j + t.
-// Matrices with minimum = -8 * scale (4 bits) or -128 * scale (8 bits) everywhere drop their minimums: the offset is
-// subtracted from the codes inside the exact integer dot product.
+// Codes of 4 bits are looked up in a table per block and output: number + 128 = (code * factor + offset) >> 8, modulo
+// 2^16. Outputs stand in four groups, lane l of group g being output 4 l + g: per block and group one line of codes (per lane 16 bytes, byte i with input i in
+// its low and i + 16 in its high nibble) and 16 bytes of factors (per lane uint16 factor, uint16 offset). Tables made so are 128 bits each,
+// which byte shuffles look up, and the groups' lanes transpose into lines of four inputs by sixteen outputs.
 #pragma once
 
 #include <cstddef>
@@ -20,32 +22,29 @@
 
 namespace fs {
 
-enum class Kind : int32_t { Q4Min, Q4Offset, Q8Min, Q8Offset, F32, F16, BF16 };
-
-// How finely rows are quantised: one byte an input, or two parts of a byte each.
-enum class Fine : int32_t { Bits8, Bits12, Bits16 };
-constexpr bool in_parts(Fine fine) { return fine != Fine::Bits8; }
+enum class Kind : int32_t { Q4, Q8, F32, F16, BF16 };
 
 constexpr int kTile = 16;
 constexpr int kBlock = 32;
+constexpr int kSpan = 64;
+constexpr size_t kLineBytes = 64;
+constexpr size_t kSpanBytes = 16 * kLineBytes;  // a span of a tile as bytes
+constexpr size_t kCodeBytes = 256, kFactorBytes = 64;  // of a block with 4 bits
+constexpr size_t kFactors = 2 * kCodeBytes;  // where they begin in a record
+constexpr int kTableShift = 8;
 
-inline bool is_quantised(Kind kind) { return kind <= Kind::Q8Offset; }
-template <Kind K>
-constexpr Fine kMiddle = K <= Kind::Q4Offset ? Fine::Bits12 : Fine::Bits16;  // there are no 12 bits for weights of 8
-constexpr size_t code_bytes(Kind kind) { return kind <= Kind::Q4Offset ? 256 : 512; }
-constexpr size_t record_bytes(Kind kind) {
-    return 2 * code_bytes(kind) + 64 + (kind == Kind::Q4Min ? 64 : (kind == Kind::Q8Min ? 128 : 0));
-}
+inline bool is_quantised(Kind kind) { return kind <= Kind::Q8; }
+constexpr size_t record_bytes(Kind kind) { return kind == Kind::Q4 ? 2 * (kCodeBytes + kFactorBytes) : kSpanBytes; }
 
 struct Packed {
     Kind kind = Kind::F32;
     int out = 0;
     int in = 0;
     int tiles = 0;
-    int pairs = 0;          // records of a quantised tile
-    Fine fine = Fine::Bits8;
+    int spans = 0;         // records of a quantised tile
     size_t tile_bytes = 0;
     uint8_t* data = nullptr;  // [tiles][tile_bytes], owned by an Arena
+    std::vector<float> step;  // [tiles * 16], of quantised matrices
     std::vector<float> bias;  // [tiles * 16] or empty
 
     const uint8_t* tile(int t) const { return data + static_cast<size_t>(t) * tile_bytes; }
