@@ -43,8 +43,8 @@ bool has_avx512() {
 bool has_amx() {
 #if defined(__linux__)
     unsigned a, b, c, d;
-    constexpr unsigned kNeeded = 1u << 24 | 1u << 25;  // tiles, int8
-    if (__get_cpuid_count(7, 0, &a, &b, &c, &d) == 0 || (d & kNeeded) != kNeeded) return false;
+    constexpr unsigned kTiles = 1u << 24 | 1u << 25, kFieldOps = 1u << 8;  // tiles with int8; GFNI, which came before them
+    if (__get_cpuid_count(7, 0, &a, &b, &c, &d) == 0 || (d & kTiles) != kTiles || (c & kFieldOps) == 0) return false;
     constexpr long kRequestPermission = 0x1023, kTileData = 18;
     return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 #else

@@ -32,7 +32,7 @@ COMMON = (
 GCC_ONLY = ("-Wno-maybe-uninitialized",)
 _AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mpopcnt")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni")
-X86 = {"avx2": _AVX2, "avx512": _AVX512, "amx": (*_AVX512, "-mamx-tile", "-mamx-int8")}  # ascending
+X86 = {"avx2": _AVX2, "avx512": _AVX512, "amx": (*_AVX512, "-mgfni", "-mamx-tile", "-mamx-int8")}  # ascending
 
 
 class BuildError(RuntimeError):

@@ -113,7 +113,12 @@ struct Looked {
 };
 inline Looked look_up(const uint8_t* codes, const uint8_t* factors) {
     const __m512i tables = tables_of(factors), raw = _mm512_loadu_si512(codes), nibble = _mm512_set1_epi8(15);
-    return {_mm512_shuffle_epi8(tables, _mm512_and_si512(raw, nibble)), _mm512_shuffle_epi8(tables, _mm512_and_si512(_mm512_srli_epi16(raw, 4), nibble))};
+#if defined(__GFNI__)
+    const __m512i upper = _mm512_gf2p8affine_epi64_epi8(raw, _mm512_set1_epi64(0x1020408000000000), 0);  // a byte's bits 4..7 as its bits 0..3
+#else
+    const __m512i upper = _mm512_and_si512(_mm512_srli_epi16(raw, 4), nibble);
+#endif
+    return {_mm512_shuffle_epi8(tables, _mm512_and_si512(raw, nibble)), _mm512_shuffle_epi8(tables, upper)};
 }
 // sum += 32 inputs of four outputs . q, four parts an output.
 inline void dot_looked(__m512i& sum, const Looked& w, const uint8_t* q) {
@@ -128,7 +133,7 @@ inline void store_lines(const __m512i (&g)[4], uint8_t* lines) {
     _mm512_store_si512(lines + 128, _mm512_unpacklo_epi64(b, d));
     _mm512_store_si512(lines + 192, _mm512_unpackhi_epi64(b, d));
 }
-inline void expand_span(const uint8_t* record, uint8_t* lines) {
+inline __attribute__((always_inline)) void expand_span(const uint8_t* record, uint8_t* lines) {
 #pragma GCC unroll 2
     for (size_t b = 0; b < 2; ++b) {
         __m512i first[4], second[4];
