@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.linear import BLOCK, LARGEST, LEAST, TABLE_SHIFT, BlockWeight, DenseWeight, LayerWeight, Weight
+from kernels.linear import LARGEST, LEAST, TABLE_SHIFT, BlockWeight, DenseWeight, LayerWeight, Weight
 from kernels.linear.formats import PublishedWeight
 from kernels.linear.formats import reference as formats
 

@@ -1,12 +1,6 @@
-"""ModelConfig + tensors -> DecoderWeights. Knows which tensors a decoder needs; refuses to know files and number formats.
-
-Matrices of 4-bit codes take 12-bit activations and those of 8 bits 16, except gate and up (8), which are half of the arithmetic
-and forgive most. On the default model the next token agrees with float32 on 98 to 99 % of prose so, on 97 % with 8 bits everywhere
-and nearly always with 12 or 16 everywhere.
-"""
+"""ModelConfig + tensors -> DecoderWeights. Knows which tensors a decoder needs; refuses to know files and number formats."""
 
 from __future__ import annotations
-
 
 import torch
 

@@ -40,7 +40,10 @@ def by_hand(x: torch.Tensor, weight: BlockWeight) -> list[list[np.float32]]:
         outs = []
         for o in range(weight.out_features):
             numbers, s = row_by_hand(weight, o)
-            parts = [sum(n * v for n, v in zip(numbers, part, strict=True)) for part in (high, [a - 255 * b for a, b in zip(q, high, strict=True)])]
+            parts = [
+                sum(n * v for n, v in zip(numbers, part, strict=True))
+                for part in (high, [a - 255 * b for a, b in zip(q, high, strict=True)])
+            ]
             dot = f(f(f(255) * f(parts[0])) + f(parts[1]))
             outs.append(f(f(s * f(largest / f(32512))) * dot))
         answer.append(outs)
@@ -116,7 +119,9 @@ def test_nibble_order_and_lookup() -> None:
     assert dequantize(weight).tolist() == [want]
     step = 27.0 / 127
     found = lookup(weight, torch.tensor([0, 0], dtype=torch.int32))
-    torch.testing.assert_close(found, torch.tensor([want, want]), atol=0.57 * step, rtol=0)  # half a step, and the table's own roundings
+    torch.testing.assert_close(
+        found, torch.tensor([want, want]), atol=0.57 * step, rtol=0
+    )  # half a step, and the table's own roundings
 
 
 @pytest.mark.parametrize("bits", [4, 8])
