@@ -5,12 +5,13 @@ Promise of every implementation: row i of y depends on row i of x and on W only,
 Quantised arithmetic (weights in `BlockWeight`), all in whole numbers of two bytes by one byte:
 
 - A row of x has one step, ``a = max|x| / LARGEST`` (rows whose values are all below `LEAST` count as zeros, with step 0), and codes
-  ``q = round_half_even(x * (LARGEST / max|x|))``, taken apart as ``q = 255 * high + low`` with both parts within -127..127.
+  ``q = round_half_even(x * (LARGEST / max|x|))``, taken apart as ``q = 256 * high + low`` with both parts within -127..127: a
+  code whose low part would be -128 is one larger.
 - A row of W has one step, ``s = max|w| / 127``, and one byte per input. With 8 bits that is ``w / s`` to nearest, half to even. With 4 bits it
   is looked up by the code c in a table per block: ``(c * factor + offset) >> 8`` with ``factor = round(scale / s * 256)`` and
   ``offset = round(minimum / s * 256) + 128``: within 0.53 of ``(scale * c + minimum) / s``. max|w| is then the largest that the row's
   tables can hold, at code 0 or code 15. The matrix itself is never stored but with 4 bits.
-- ``y = (s * a) * (255 * sum(byte * high) + sum(byte * low))``: the sums are exact in any order, which is why a row's bits cannot depend on
+- ``y = (s * a) * (256 * sum(byte * high) + sum(byte * low))``: the sums are exact in any order, which is why a row's bits cannot depend on
   its neighbours, the instruction set or the number of threads; each becomes a float32 once, and nothing
   behind them is fused.
 
@@ -26,7 +27,7 @@ import torch
 from kernels.linear.formats import PublishedWeight
 
 BLOCK = 32
-LARGEST = 255 * 127 + 127  # largest code of a row
+LARGEST = 256 * 127 + 127  # largest code of a row
 LEAST = 2.0**-100  # rows of smaller values count as zeros
 TABLE_SHIFT = 8  # fraction bits of factor and offset
 

@@ -10,8 +10,9 @@
 namespace fs::FS_ISA {
 
 constexpr int kGroup = 16;
-constexpr float kLargestCode = 255 * 127 + 127;
+constexpr float kLargestCode = 256 * 127 + 127;
 constexpr float kLeastRow = 0x1p-100f;  // a row whose values are all smaller counts as zeros: its reciprocal would not be finite
+constexpr int32_t kInfinityBits = 0x7F800000;
 
 // What a sum over a row's codes becomes a float with: the row's step, and the sums that make up for weights being 128 too large.
 struct RowFields {
@@ -59,46 +60,36 @@ struct Rows {
     const uint8_t* row(int r) const { return codes + group_bytes * static_cast<size_t>(r / kGroup) + kLineBytes * static_cast<size_t>(r % kGroup); }
 };
 
-// Both parts of 16 codes round_half_even(x * inverse) = 255 * high + low.
-FS_INLINE void parts_of(const float* x, F inverse, int8_t* high, int8_t* low, I& high_sum, I& low_sum) {
-    const F code = round_even(mul(load(x), inverse));
-    const F upper = round_even(mul(code, set1(1.0f / 255.0f)));  // never near a tie: code / 255 is at least 1/510 from one
-    const I h = round_int(upper), l = round_int(fma(upper, set1(-255.0f), code));
-    high_sum = add(high_sum, h);
-    low_sum = add(low_sum, l);
-    store_int8(high, h);
-    store_int8(low, l);
-}
-
 // x[0..in) as row r of `to`. `in` is a multiple of 32.
 inline void quantise_row(const float* x, int in, int r, const RowLayout& layout, uint8_t* to) {
-    F most = zero(), broken = zero();
-    for (int i = 0; i < in; i += 16) {
-        const F value = load(x + i);
-        most = max(most, abs(value));
-        broken = fma(value, zero(), broken);
-    }
-    const float largest = reduce_max(most);
-    const bool empty = largest < kLeastRow;
-    const F inverse = set1(empty ? 0.0f : kLargestCode / largest);
-    I high_sum = set1(0), low_sum = set1(0);
+    I most = set1(0);
+    for (int i = 0; i < in; i += 16) most = max(most, magnitude_bits(load(x + i)));
+    const int32_t bits = reduce_max(most);
+    float largest;
+    std::memcpy(&largest, &bits, 4);
+    const bool numbers = bits < kInfinityBits, empty = largest < kLeastRow;
+    const F inverse = set1(empty || !numbers ? 0.0f : kLargestCode / largest);
+    Parts sums;
     auto* codes = reinterpret_cast<int8_t*>(to + layout.group_bytes() * static_cast<size_t>(r / kGroup) + kLineBytes * static_cast<size_t>(r % kGroup));
     const size_t part = layout.part(), span = layout.span();
-    for (int i = 0; i < in; i += kSpan, codes += span) {
-        const int steps = std::min(kSpan, in - i);
-        for (int k = 0; k < steps; k += 16) parts_of(x + i + k, inverse, codes + k, codes + part + k, high_sum, low_sum);
-        if (steps == kSpan) continue;
+    int i = 0;
+    for (; i + kSpan <= in; i += kSpan, codes += span) {
+        take_parts(sums, x + i, inverse, codes, codes + part);
+        take_parts(sums, x + i + kBlock, inverse, codes + kBlock, codes + part + kBlock);
+    }
+    if (i < in) {
+        take_parts(sums, x + i, inverse, codes, codes + part);
         std::memset(codes + kBlock, 0, kBlock);  // the block of zeros behind an odd last one
         std::memset(codes + part + kBlock, 0, kBlock);
     }
-    RowFields fields{empty ? 0.0f : largest / kLargestCode, -128 * reduce_add(high_sum), -128 * reduce_add(low_sum), 0};
-    if (!(reduce_add(broken) == 0.0f)) fields.step = std::nanf("");  // a row with a value that is no number: no number anywhere
+    const float step = empty ? 0.0f : largest / kLargestCode;
+    const RowFields fields{numbers ? step : std::nanf(""), -128 * high_sum(sums), -128 * low_sum(sums), 0};
     std::memcpy(to + layout.code_bytes() + sizeof(RowFields) * static_cast<size_t>(r), &fields, sizeof fields);
 }
 
-// Whole sums over 255 * high + low as outputs.
+// Whole sums over 256 * high + low as outputs.
 FS_INLINE F settle(F weight_step, const RowFields& row, I high, I low) {
-    const F dot = add(mul(set1(255.0f), to_float(high)), to_float(low));
+    const F dot = add(mul(set1(256.0f), to_float(high)), to_float(low));
     return mul(mul(weight_step, set1(row.step)), dot);
 }
 

@@ -35,11 +35,12 @@ def _dense(x: torch.Tensor, weight: DenseWeight) -> torch.Tensor:
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows [N, in] -> codes q [N, in] (whole numbers in float32), step a [N]. A row that is not finite has codes 0 and step NaN."""
     largest = x.abs().amax(dim=-1)
-    codes_by = torch.where(largest < LEAST, torch.zeros_like(largest), float(LARGEST) / largest)
-    step = torch.where(largest < LEAST, torch.zeros_like(largest), largest / float(LARGEST))
+    most = torch.full_like(largest, LARGEST)  # a number over a tensor would be its reciprocal times the number: two roundings
+    codes_by = torch.where(largest < LEAST, 0.0, most / largest)
+    step = torch.where(largest < LEAST, 0.0, largest / most)
     finite = x.isfinite().all(dim=-1)
     codes = torch.round(torch.where(finite[:, None], x, 0.0) * torch.where(finite, codes_by, 0.0)[:, None])  # half to even
-    return codes, torch.where(finite, step, torch.nan)
+    return codes + (codes % 256 == 128), torch.where(finite, step, torch.nan)
 
 
 def unpack_codes(weight: BlockWeight) -> torch.Tensor:
@@ -74,11 +75,11 @@ def row_numbers(weight: BlockWeight) -> tuple[torch.Tensor, torch.Tensor]:
 def _blocks(x: torch.Tensor, weight: BlockWeight) -> torch.Tensor:
     numbers, s = row_numbers(weight)
     q, a = quantize_rows(x)
-    high = torch.round(q / 255.0)
-    low = q - 255.0 * high
+    high = torch.floor((q + 128.0) / 256.0)
+    low = q - 256.0 * high
     w = numbers.double().T  # float64 holds every sum of these products, in any order
     high_sum, low_sum = ((part.double() @ w).float() for part in (high, low))
-    return (s * a[:, None]) * (255.0 * high_sum + low_sum)
+    return (s * a[:, None]) * (256.0 * high_sum + low_sum)
 
 
 def lookup(weight: Weight, ids: torch.Tensor) -> torch.Tensor:

@@ -83,11 +83,12 @@ def _quantize_kernel(
     for start in range(0, width, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         x = tl.load(x_ptr + row * width + k, mask=k < width, other=0.0).to(tl.float32)
-        code = _nearest(x * inverse)
-        high = _nearest(code * (1.0 / 255.0))
+        code = _nearest(x * inverse).to(tl.int32)
+        code += ((code & 255) == 128).to(tl.int32)
+        high = (code + 128) >> 8
         at = parts_ptr + row * 2 * width + k
-        tl.store(at, high.to(tl.int32).to(tl.int8), mask=k < width)
-        tl.store(at + width, (code - high * 255.0).to(tl.int32).to(tl.int8), mask=k < width)
+        tl.store(at, high.to(tl.int8), mask=k < width)
+        tl.store(at + width, (code - high * 256).to(tl.int8), mask=k < width)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -134,7 +135,7 @@ def _block_kernel(
         high += tl.dot(tl.load(at, mask=row_in[:, None], other=0), number, out_dtype=tl.int32)
         low += tl.dot(tl.load(at + blocks * 32, mask=row_in[:, None], other=0), number, out_dtype=tl.int32)
     step = tl.load(step_ptr + row, mask=row_in, other=0.0)
-    y = (w_step[None, :] * step[:, None]) * (high.to(tl.float32) * 255.0 + low.to(tl.float32))
+    y = (w_step[None, :] * step[:, None]) * (high.to(tl.float32) * 256.0 + low.to(tl.float32))
     if bias_ptr is not None:
         y += tl.load(bias_ptr + out, mask=out_in, other=0.0)[None, :]
     tl.store(y_ptr + row.to(tl.int64)[:, None] * outs + out[None, :], y, mask=row_in[:, None] & out_in[None, :])

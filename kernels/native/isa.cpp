@@ -23,7 +23,7 @@ void quantise(const float* x, int rows, int in, int16_t* codes, float* step) {
         quantise_row(x + static_cast<size_t>(r) * static_cast<size_t>(in), in, r, layout, held.data());
         for (int k = 0; k < in; ++k) {
             const auto* high = reinterpret_cast<const int8_t*>(read.row(r) + read.span * static_cast<size_t>(k / kSpan) + static_cast<size_t>(k % kSpan));
-            codes[static_cast<size_t>(r) * static_cast<size_t>(in) + static_cast<size_t>(k)] = static_cast<int16_t>(255 * high[0] + high[read.part]);
+            codes[static_cast<size_t>(r) * static_cast<size_t>(in) + static_cast<size_t>(k)] = static_cast<int16_t>(256 * high[0] + high[read.part]);
         }
         step[r] = read.fields[r].step;
     }

@@ -34,18 +34,19 @@ def by_hand(x: torch.Tensor, weight: BlockWeight) -> list[list[np.float32]]:
     answer = []
     for row in x.numpy():
         largest = np.abs(row).max()
-        inverse = f(f(32512) / largest) if largest > 0 else f(0)
+        inverse = f(f(32639) / largest) if largest > 0 else f(0)
         q = [int(np.rint(f(v * inverse))) for v in row]
-        high = [int(np.rint(v / 255)) for v in q]
+        q = [v + (v % 256 == 128) for v in q]
+        high = [(v + 128) // 256 for v in q]
         outs = []
         for o in range(weight.out_features):
             numbers, s = row_by_hand(weight, o)
             parts = [
                 sum(n * v for n, v in zip(numbers, part, strict=True))
-                for part in (high, [a - 255 * b for a, b in zip(q, high, strict=True)])
+                for part in (high, [a - 256 * b for a, b in zip(q, high, strict=True)])
             ]
-            dot = f(f(f(255) * f(parts[0])) + f(parts[1]))
-            outs.append(f(f(s * f(largest / f(32512))) * dot))
+            dot = f(f(f(256) * f(parts[0])) + f(parts[1]))
+            outs.append(f(f(s * f(largest / f(32639))) * dot))
         answer.append(outs)
     return answer
 
@@ -89,10 +90,10 @@ def test_blocks_are_near_the_dense_product(bits: int, worst: float) -> None:
 
 def test_codes_round_half_to_even_and_keep_sign() -> None:
     row = torch.zeros(1, 32)
-    row[0, :6] = torch.tensor([32512.0, 0.5, 1.5, 2.5, -0.5, -1.5])
+    row[0, :9] = torch.tensor([32639.0, 0.5, 1.5, 2.5, -0.5, -1.5, 128.0, -128.0, 127.5])
     codes, step = quantize_rows(row)
     assert step.tolist() == [1.0]
-    assert codes[0, :6].tolist() == [32512, 0, 2, 2, 0, -2]
+    assert codes[0, :9].tolist() == [32639, 0, 2, 2, 0, -2, 129, -127, 129]  # no low part is -128
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf"), float("-inf")])

@@ -1,6 +1,7 @@
 // AVX2 with FMA and F16C: a lane set is two ymm registers, lanes 0..7 and 8..15.
 #pragma once
 
+#include <algorithm>
 #include <immintrin.h>
 
 #include "weights.h"
@@ -101,10 +102,46 @@ inline F load_bf16(const uint16_t* p) {
     return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(q)), 16)),
             _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(q + 1)), 16))};
 }
-inline void store_int8(int8_t* p, I x) {
-    alignas(32) int32_t wide[16];
-    store(wide, x);
-    for (int i = 0; i < 16; ++i) p[i] = static_cast<int8_t>(wide[i] > 127 ? 127 : (wide[i] < -128 ? -128 : wide[i]));
+inline I magnitude_bits(F x) {
+    const __m256i m = _mm256_set1_epi32(0x7FFFFFFF);
+    return {_mm256_and_si256(_mm256_castps_si256(x.a), m), _mm256_and_si256(_mm256_castps_si256(x.b), m)};
+}
+inline I max(I x, I y) { return {_mm256_max_epi32(x.a, y.a), _mm256_max_epi32(x.b, y.b)}; }
+inline int32_t reduce_max(I x) {
+    alignas(32) int32_t wide[8];
+    _mm256_store_si256(reinterpret_cast<__m256i*>(wide), _mm256_max_epi32(x.a, x.b));
+    return *std::max_element(wide, wide + 8);
+}
+
+// Sums of high and of low parts so far.
+struct Parts {
+    __m256i high = _mm256_setzero_si256(), low = _mm256_setzero_si256();
+};
+inline int32_t sum_lanes(__m256i v) {
+    alignas(32) int32_t wide[8];
+    _mm256_store_si256(reinterpret_cast<__m256i*>(wide), v);
+    int32_t sum = 0;
+    for (const int32_t x : wide) sum += x;
+    return sum;
+}
+inline int32_t high_sum(const Parts& parts) { return sum_lanes(parts.high); }
+inline int32_t low_sum(const Parts& parts) { return sum_lanes(parts.low); }
+inline __m256i codes16(const float* x, F inverse) {
+    const I q = round_int(mul(load(x), inverse));
+    const __m256i code = _mm256_permute4x64_epi64(_mm256_packs_epi32(q.a, q.b), 0xD8);
+    const __m256i ends = _mm256_cmpeq_epi16(_mm256_and_si256(code, _mm256_set1_epi16(255)), _mm256_set1_epi16(128));
+    return _mm256_sub_epi16(code, ends);
+}
+inline __m256i bytes_of(__m256i a, __m256i b) { return _mm256_permute4x64_epi64(_mm256_packs_epi16(a, b), 0xD8); }
+inline void take_parts(Parts& sums, const float* x, F inverse, int8_t* high, int8_t* low) {
+    const __m256i a = codes16(x, inverse), b = codes16(x + 16, inverse), half = _mm256_set1_epi16(128), ones = _mm256_set1_epi16(1);
+    const __m256i upper = bytes_of(_mm256_srai_epi16(_mm256_add_epi16(a, half), 8), _mm256_srai_epi16(_mm256_add_epi16(b, half), 8));
+    const __m256i lower = bytes_of(_mm256_srai_epi16(_mm256_slli_epi16(a, 8), 8), _mm256_srai_epi16(_mm256_slli_epi16(b, 8), 8));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(high), upper);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(low), lower);
+    const auto sum = [&](__m256i v) { return _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_set1_epi8(1), v), ones); };
+    sums.high = _mm256_add_epi32(sums.high, sum(upper));
+    sums.low = _mm256_add_epi32(sums.low, sum(lower));
 }
 
 inline float reduce_add(F x) {
@@ -119,14 +156,6 @@ inline float reduce_max(F x) {
     const __m128 s2 = _mm_max_ps(s4, _mm_movehl_ps(s4, s4));
     return _mm_cvtss_f32(_mm_max_ss(s2, _mm_shuffle_ps(s2, s2, 1)));
 }
-inline int32_t reduce_add(I x) {
-    alignas(32) int32_t wide[16];
-    store(wide, x);
-    int32_t sum = 0;
-    for (int i = 0; i < 16; ++i) sum += wide[i];
-    return sum;
-}
-
 inline __m256i bcast4(const int8_t* q) {
     int32_t word;
     __builtin_memcpy(&word, q, 4);

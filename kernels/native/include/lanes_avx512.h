@@ -60,7 +60,32 @@ inline F load_bf16(const uint16_t* p) {
     const __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
     return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16))};
 }
-inline void store_int8(int8_t* p, I x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(x.v)); }
+inline I magnitude_bits(F a) { return {_mm512_and_si512(_mm512_castps_si512(a.v), _mm512_set1_epi32(0x7FFFFFFF))}; }
+inline I max(I a, I b) { return {_mm512_max_epi32(a.v, b.v)}; }
+inline int32_t reduce_max(I a) { return _mm512_reduce_max_epi32(a.v); }
+
+// Sums of high and of low parts so far.
+struct Parts {
+    __m256i high = _mm256_setzero_si256(), low = _mm256_setzero_si256();
+};
+inline int32_t sum_lanes(__m256i v) {
+    const __m128i four = _mm_add_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+    const __m128i two = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4E));
+    return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 0xB1)));
+}
+inline int32_t high_sum(const Parts& parts) { return sum_lanes(parts.high); }
+inline int32_t low_sum(const Parts& parts) { return sum_lanes(parts.low); }
+inline void take_parts(Parts& sums, const float* x, F inverse, int8_t* high, int8_t* low) {
+    const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), ends = _mm512_set1_epi8(-128);
+    const I a = round_int(mul(load(x), inverse)), b = round_int(mul(load(x + 16), inverse));
+    __m512i code = _mm512_permutexvar_epi64(order, _mm512_packs_epi32(a.v, b.v));
+    code = _mm512_mask_add_epi8(code, _mm512_mask_cmpeq_epi8_mask(0x5555555555555555, code, ends), code, _mm512_set1_epi8(1));
+    const __m256i upper = _mm512_cvtepi16_epi8(_mm512_srai_epi16(_mm512_add_epi16(code, _mm512_set1_epi16(128)), 8)), lower = _mm512_cvtepi16_epi8(code);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(high), upper);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(low), lower);
+    sums.high = _mm256_dpbusd_epi32(sums.high, _mm256_set1_epi8(1), upper);
+    sums.low = _mm256_dpbusd_epi32(sums.low, _mm256_set1_epi8(1), lower);
+}
 
 // Folds lanes i and i + 8, then i + 4, i + 2, i + 1.
 inline float reduce_add(F a) {
@@ -70,7 +95,6 @@ inline float reduce_add(F a) {
     return _mm_cvtss_f32(_mm_add_ss(s2, _mm_shuffle_ps(s2, s2, 1)));
 }
 inline float reduce_max(F a) { return _mm512_reduce_max_ps(a.v); }
-inline int32_t reduce_add(I a) { return _mm512_reduce_add_epi32(a.v); }
 
 inline __m512i bcast4(const int8_t* q) {
     int32_t word;

@@ -99,8 +99,36 @@ inline float half_to_float(uint16_t h) {
 }
 inline F load_half(const uint16_t* p) { FS_F(half_to_float(p[i])); }
 inline F load_bf16(const uint16_t* p) { FS_F(from_bits(static_cast<uint32_t>(p[i]) << 16)); }
-inline void store_int8(int8_t* p, I x) {
-    FS_EACH p[i] = static_cast<int8_t>(x.v[i] > 127 ? 127 : (x.v[i] < -128 ? -128 : x.v[i]));
+inline I magnitude_bits(F a) {
+    I out;
+    std::memcpy(out.v, a.v, sizeof out.v);
+    FS_EACH out.v[i] &= 0x7FFFFFFF;
+    return out;
+}
+inline I max(I a, I b) { FS_I(a.v[i] > b.v[i] ? a.v[i] : b.v[i]); }
+inline int32_t reduce_max(I a) {
+    int32_t most = a.v[0];
+    FS_EACH most = a.v[i] > most ? a.v[i] : most;
+    return most;
+}
+
+// Sums of high and of low parts so far.
+struct Parts {
+    int32_t high = 0, low = 0;
+};
+inline int32_t high_sum(const Parts& parts) { return parts.high; }
+inline int32_t low_sum(const Parts& parts) { return parts.low; }
+inline void take_parts(Parts& sums, const float* x, F inverse, int8_t* high, int8_t* low) {
+    for (int block = 0; block < 32; block += 16) {
+        const I q = round_int(mul(load(x + block), inverse));
+        FS_EACH {
+            const int32_t code = q.v[i] + ((q.v[i] & 255) == 128 ? 1 : 0), upper = (code + 128) >> 8;
+            high[block + i] = static_cast<int8_t>(upper);
+            low[block + i] = static_cast<int8_t>(code - 256 * upper);
+            sums.high += upper;
+            sums.low += code - 256 * upper;
+        }
+    }
 }
 
 inline float reduce_add(F a) {
@@ -115,12 +143,6 @@ inline float reduce_max(F a) {
     }
     return a.v[0];
 }
-inline int32_t reduce_add(I a) {
-    int32_t sum = 0;
-    FS_EACH sum += a.v[i];
-    return sum;
-}
-
 // Sixteen float64 sums.
 struct D {
     double v[16];

@@ -65,7 +65,7 @@ inline double limit_dot(Team& team, int rounds) {
         }
         I sum = set1(0);
         for (const I& x : s) sum = add(sum, x);
-        j.sink[thread & 255] = static_cast<float>(reduce_add(sum));
+        j.sink[thread & 255] = static_cast<float>(reduce_max(sum));
     });
     return 8.0 * 16 * 32 * job.parts * rounds / seconds;
 }
