@@ -41,10 +41,20 @@ def measured_price_speculator(
     calibration = starting_calibration(calibration_file, shipped)
     costs = CostTable()
     if measure:
-        max_rows = min(64, config.num_pages * config.page_size // 2)
-        costs.measure(lambda *sizes: pass_ms(target, config, *sizes), max_rows=max_rows, seconds=MEASURE_SECONDS)
+        measure_costs(costs, target, config, MEASURE_SECONDS)
     inner = PriceSpeculator(calibration, costs, vocab_size=target.vocab_size, batch=LEARN_FROM)
     return KeptSpeculator(inner, calibration, calibration_file)
+
+
+def measure_costs(costs: CostTable, target: TargetModel, config: EngineConfig, seconds: float) -> None:
+    """Fill the table by passes that fit the model's positions and the store."""
+    room, longest = config.num_pages * config.page_size, target.decoder.shape.max_position
+    costs.measure(
+        lambda *sizes: pass_ms(target, config, *sizes),
+        max_rows=max(1, min(64, room // 2, longest)),
+        max_context=min(room, longest) - 1,
+        seconds=seconds,
+    )
 
 
 def pass_ms(target: TargetModel, config: EngineConfig, rows: int, context: int, sequences: int) -> float:
@@ -59,10 +69,11 @@ def pass_ms(target: TargetModel, config: EngineConfig, rows: int, context: int, 
 
 
 def _inputs(target: TargetModel, config: EngineConfig, rows: int, context: int, sequences: int) -> StepInputs:
-    size, tokens = config.page_size, config.num_pages * config.page_size
+    size = config.page_size
     counts = [rows // sequences + (i < rows % sequences) for i in range(sequences)]
-    per_sequence = min(context // sequences, tokens - max(counts), target.decoder.shape.max_position - max(counts))
-    lens = [max(per_sequence, 0)] * sequences
+    lens = [context // sequences] * sequences
+    if max(lens) + max(counts) > min(config.num_pages * size, target.decoder.shape.max_position):
+        raise ValueError(f"a pass over {rows} rows with {context} keys does not fit the store or the model's positions")
     pages = -(-(max(lens) + max(counts)) // size)
     table = [[(i * pages + j) % config.num_pages for j in range(pages)] for i in range(sequences)]
     positions = [n + i for n, count in zip(lens, counts, strict=True) for i in range(count)]

@@ -344,6 +344,55 @@ def test_costs_follow_the_machine_and_shrug_off_stalls() -> None:
     assert costs.overhead_ms(64) == costs.overhead_ms(1)
 
 
+@pytest.mark.parametrize("start", [0.0, 5e-3], ids=["from zero", "from ten times too much"])
+def test_the_cost_of_context_is_learnt(start: float) -> None:
+    """Start-up saw nothing, or far too much: its probe was short, and a stall or a lucky pass is all it takes."""
+    rng, true = random.Random(8), 5e-4
+    costs = table(linear, per_key=start)
+    for _ in range(400):
+        context = rng.choice([20_000, 20_000, 300])  # 20,000 keys cost 10 ms here, a row's pass 2.5
+        costs.record(1, context, 1, (linear(1) + true * context) * rng.uniform(0.95, 1.05), 0.0)
+    assert costs.pass_ms(1, 20_000, 1) == pytest.approx(linear(1) + 10.0, rel=0.1)
+    assert costs.pass_ms(1, 0, 1) == pytest.approx(linear(1), rel=0.25)
+    for _ in range(800):  # and another kernel makes them all but free
+        costs.record(1, rng.choice([20_000, 300]), 1, linear(1) * rng.uniform(0.95, 1.05), 0.0)
+    assert costs.pass_ms(1, 20_000, 1) == pytest.approx(linear(1), rel=0.15)
+
+
+def test_context_that_is_always_long_does_not_make_rows_dear() -> None:
+    costs = table(linear)
+    for _ in range(400):
+        costs.record(1, 20_000, 1, linear(1) + 10.0, 0.0)
+    assert costs.pass_ms(1, 20_000, 1) == pytest.approx(linear(1) + 10.0, rel=0.05)
+    assert sum(costs.row_ms(1, 1)) < 2.0 * 0.5
+
+
+def test_the_cost_of_sequences_is_learnt_from_zero_and_unlearnt() -> None:
+    rng = random.Random(9)
+    costs = table(linear)
+    for each in (0.2, 0.0):
+        for _ in range(1500):
+            rows = rng.choice([16, 32, 64])
+            sequences = rows if rng.random() < 0.5 else 1
+            costs.record(rows, 0, sequences, (linear(rows) + each * (sequences - 1)) * rng.uniform(0.95, 1.05), 0.0)
+        for rows in (16, 64):
+            assert costs.pass_ms(rows, 0, rows) == pytest.approx(linear(rows) + each * (rows - 1), rel=0.1)
+            assert costs.pass_ms(rows, 0, 1) == pytest.approx(linear(rows), rel=0.15)
+
+
+def test_the_probe_of_context_stays_within_what_fits() -> None:
+    asked: list[int] = []
+
+    def one(rows: int, context: int, sequences: int) -> float:
+        asked.append(context)
+        return linear(rows) + 1e-3 * context
+
+    costs = CostTable()
+    costs.measure(one, max_context=400, seconds=60.0, clock=lambda: 0.0)
+    assert max(asked) == 400
+    assert costs.pass_ms(1, 1000, 1) == pytest.approx(linear(1) + 1.0)
+
+
 def test_an_unmeasured_table_takes_its_scale_from_the_first_step() -> None:
     costs = CostTable()
     costs.record(1, 0, 1, 40.0, 0.0)
