@@ -320,14 +320,17 @@ def draft_vocabularies(parts: Parts, drafters: str) -> dict[str, tuple[int, ...]
 
 def default_speculator(parts: Parts, config: EngineConfig, target: TargetModel, drafters: Sequence[Drafter]) -> Speculator:
     """The price rule over a cost table measured here, or the fixed shape the settings ask for."""
-    from server.speculation import measured_price_speculator
+    from server.speculation import measured_price_speculator, starting_calibration
     from spec.shapes import ShapeSpeculator
 
     if parts.settings.tree_shape:
         return ShapeSpeculator(parts.settings.tree_shape)
     path = parts.cache / "calibration" / f"{parts.model.digest[:16]}.json"
-    shipped = registry.shipped_calibration(parts.model.name)
-    return measured_price_speculator(target, config, path, measure=bool(drafters), shipped=shipped)
+    name, chosen = parts.model.name, parts.settings.drafters
+    calibration = starting_calibration(
+        path, registry.shipped_calibration(name), registry.weights_of(chosen, name), registry.not_shipped(chosen, name)
+    )
+    return measured_price_speculator(target, config, path, calibration, measure=bool(drafters))
 
 
 def build_engine(settings: Settings) -> tuple[Engine, Ready]:

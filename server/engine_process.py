@@ -35,6 +35,7 @@ class Engine(Protocol):
     def step(self) -> Sequence[TokenEvent]: ...
     def has_work(self) -> bool: ...
     def stats(self) -> dict[str, Any]: ...
+    def close(self) -> None: ...
 
 
 class Inbox:
@@ -112,7 +113,10 @@ def run_engine_process(
         gc.freeze()  # what was loaded lives as long as the process: keep the collector from walking it in the middle of a step
         inbox.grace = ORPHAN_GRACE_SECONDS
         inbox.send(ready)
-        _serve(engine, inbox)
+        try:
+            _serve(engine, inbox)
+        finally:
+            engine.close()
     except OSError as error:
         log.debug("the server is gone: %s", error)
     except BaseException as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -25,6 +26,9 @@ from spec.target import TargetModel
 
 if TYPE_CHECKING:  # the parser behind it is loaded only where grammars are used
     from spec.grammar import GrammarState
+
+
+log = logging.getLogger(__name__)
 
 
 class GrammarMaker(Protocol):
@@ -79,6 +83,7 @@ class Engine:
             clock=clock,
             stats=self._stats,
         )
+        self._close = getattr(speculator, "close", None)  # of spec.speculator.Keeping
         self._events: list[TokenEvent] = []  # said between steps, delivered by the next one
         self._ordinal = 0
 
@@ -130,6 +135,14 @@ class Engine:
             events += speculative_step(core, plan)
             stats.end_step(self._clock() - began, spent)
         return events
+
+    def close(self) -> None:
+        """The engine's owner is done with it: what was learnt is kept for the next one."""
+        if self._close is not None:
+            try:
+                self._close()
+            except Exception:
+                log.exception("what was learnt in this run could not be kept")
 
     def has_work(self) -> bool:
         """True while a step would do or say something."""

@@ -128,6 +128,8 @@ class ToyEngine:
                 raise RuntimeError("a fault was asked for")
             os.kill(os.getpid(), signal.SIGSTOP if fault == "stop" else signal.SIGKILL)
 
+    def close(self) -> None: ...
+
     def stats(self) -> dict[str, Any]:
         running = min(len(self._answers), int(self._options["batch"]))
         return {
