@@ -200,12 +200,12 @@ class Generation:
         before = self.figures.last_token
         delivered, matched = self._add_tokens(event)
         accepted = self.figures.add_step(event, delivered, now)
-        self._piece.drafted += event.counts.drafted
-        if delivered:
+        if delivered:  # a pass that delivers nothing (an error at its root) is in no figure, here and in the metrics
             self.token_gap = now - before if before else 0.0
             self._meter.on_tokens(delivered, self.token_gap)
-        if event.counts.drafted:
-            self._meter.on_draft(event.counts.drafted_by, list(event.sources[:accepted]))
+            self._piece.drafted += event.counts.drafted
+            if event.counts.drafted:
+                self._meter.on_draft(event.counts.drafted_by, list(event.sources[:accepted]))
         if matched:
             self._end("stop")
         elif event.finish_reason == "error":
