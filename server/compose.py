@@ -283,10 +283,12 @@ def _drafting_target(parts: Parts) -> registry.Target:
     def load(name: Path) -> LoadedModel:
         path = resolve(str(name), parts.cache).weights  # an alias or a hub id as well as a path
         tokenizer = load_tokenizer(path, parts.cache / "tokenizers")
-        if tokenizer.fingerprint != parts.tokenizer.fingerprint:
+        ours = parts.tokenizer
+        if tokenizer.fingerprint != ours.fingerprint:
+            why = " of the same size, but with other tokens" if tokenizer.vocab_size == ours.vocab_size else ""
             raise ConfigError(
                 f"the draft model's tokenizer ({tokenizer.name}, {tokenizer.vocab_size} tokens) is not the target's "
-                f"({parts.tokenizer.name}, {parts.tokenizer.vocab_size} tokens); a drafter must share the target's vocabulary"
+                f"({ours.name}, {ours.vocab_size} tokens){why}; a drafter must share the target's vocabulary"
             )
         model = load_model(path, weights=parts.settings.weights, published=parts.backend.published)
         return _placed(model.trimmed(parts.tokenizer.vocab_size), parts.settings.device)
