@@ -33,6 +33,8 @@ class Engine(Protocol):
     def add(self, request: Request) -> None: ...
     def cancel(self, request_id: int) -> None: ...
     def step(self) -> Sequence[TokenEvent]: ...
+    @property
+    def step_phases(self) -> tuple[float, ...]: ...
     def has_work(self) -> bool: ...
     def stats(self) -> dict[str, Any]: ...
     def close(self) -> None: ...
@@ -146,14 +148,12 @@ def _serve(engine: Engine, inbox: Inbox) -> None:
             fresh = False
             _apply(engine, message, refused)
         if refused:
-            inbox.send(Events(tuple(refused), 0.0))
+            inbox.send(Events(tuple(refused)))
         if engine.has_work():
             fresh = False
-            start = time.perf_counter()
             events = engine.step()
             inbox.steps += 1
-            if events:
-                inbox.send(Events(tuple(events), (time.perf_counter() - start) * 1e3))
+            inbox.send(Events(tuple(events), engine.step_phases))
         idle_now = not fresh and not engine.has_work()
         if idle_now or (not fresh and time.monotonic() >= next_stats):
             inbox.send(Stats(engine.stats()))

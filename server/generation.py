@@ -9,7 +9,7 @@ reasoning. Pieces wait here and merge until they are taken, so a slow reader cos
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -17,6 +17,7 @@ from server.api_error import ApiError, from_engine
 from server.channels import Channel, ChannelText
 from server.text import StopMatcher, TextStream
 from spec.request import FinishReason, Request, TokenEvent, TokenLogprob
+from spec.stats import PHASES
 
 
 class Part(NamedTuple):
@@ -98,15 +99,20 @@ class Figures:
     first_step_tokens: int = 0
     accepted_per_position: list[int] = field(default_factory=list)
     by_drafter: dict[str, list[int]] = field(default_factory=dict)  # name -> [drafted, accepted]
+    phase_seconds: list[float] = field(default_factory=lambda: [0.0] * len(PHASES))  # of the steps in `steps`
     queue_seconds: float = 0.0
     arrival: float = 0.0  # seconds of time.perf_counter()
     first_token: float = 0.0
     last_token: float = 0.0
 
-    def add_step(self, event: TokenEvent, delivered: int, now: float) -> int:
-        """Count one event of which `delivered` tokens were kept. Returns the accepted drafts among them."""
+    def add_step(self, event: TokenEvent, delivered: int, now: float, phases: Sequence[float] = ()) -> int:
+        """Count one event of which `delivered` tokens were kept. Returns the accepted drafts among them.
+
+        `phases`: the step's seconds. The request waited for all of the step, so it counts in full however many others shared it."""
         if delivered == 0:
             return 0
+        for index, seconds in enumerate(phases):
+            self.phase_seconds[index] += seconds
         if self.steps == 0:
             self.first_token, self.first_step_tokens = now, delivered
         self.last_token = now
@@ -188,8 +194,8 @@ class Generation:
         """Characters waiting to be taken."""
         return sum(len(part.text) for part in self._piece.parts)
 
-    def on_event(self, event: TokenEvent) -> None:
-        """Take one event of the engine. Events after the end are ignored."""
+    def on_event(self, event: TokenEvent, phases: Sequence[float] = ()) -> None:
+        """Take one event of the engine, and the seconds of its step by phase. Events after the end are ignored."""
         if self.ended:
             return
         if event.started and not self.started:
@@ -199,7 +205,7 @@ class Generation:
         now = time.perf_counter()
         before = self.figures.last_token
         delivered, matched = self._add_tokens(event)
-        accepted = self.figures.add_step(event, delivered, now)
+        accepted = self.figures.add_step(event, delivered, now, phases)
         if delivered:  # a pass that delivers nothing (an error at its root) is in no figure, here and in the metrics
             self.token_gap = now - before if before else 0.0
             self._meter.on_tokens(delivered, self.token_gap)

@@ -6,12 +6,13 @@ counter of a restarted engine begins at zero again, and is added up here so that
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from server.generation import Figures
+from spec.stats import PHASES
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _LATENCY = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -58,6 +59,9 @@ class Metrics:
         )
         self.restarts = counter("engine_restarts_total", "Engine processes replaced after a fault.")
         self.step = histogram("step_seconds", "One engine step.", _STEP)
+        self.step_phases = counter(
+            "step_phase_seconds_total", "Time of engine steps by phase; adds up to step_seconds.", "phase"
+        )
         self.loop_lag = histogram("event_loop_lag_seconds", "Delay of a timer on the server's event loop.", _GAP)
         self._engine_counts = {
             "prefix_cache_queries": (self.prefix_queries, 0.0),
@@ -68,6 +72,7 @@ class Metrics:
             self.kv_pages.labels(state)
         for reason in _FINISHED_REASONS:
             self.finished.labels(reason)
+        self._phases = [self.step_phases.labels(phase) for phase in PHASES]
 
     def on_stats(self, values: Mapping[str, Any]) -> None:
         """Take the engine's gauges and counters; unknown keys are left alone."""
@@ -89,8 +94,11 @@ class Metrics:
         self.waiting.set(waiting)
         self._engine_counts = {name: (counter, 0.0) for name, (counter, _) in self._engine_counts.items()}
 
-    def on_step(self, milliseconds: float) -> None:
-        self.step.observe(milliseconds / 1e3)
+    def on_step(self, phases: Sequence[float]) -> None:
+        """Seconds of one step, in the order of PHASES."""
+        self.step.observe(sum(phases))
+        for phase, seconds in zip(self._phases, phases, strict=True):
+            phase.inc(seconds)
 
     def on_tokens(self, count: int, gap_seconds: float) -> None:
         """`count` tokens of one request were delivered, `gap_seconds` after its last ones (0: the first)."""

@@ -9,6 +9,7 @@ from typing import Any
 from server.generation import Figures
 from server.ports import Tokenizer
 from spec.request import TokenLogprob
+from spec.stats import PHASES
 
 LOWEST_LOGPROB = -9999.0  # what stands for minus infinity, which JSON cannot carry
 
@@ -55,8 +56,10 @@ def speculation(figures: Sequence[Figures]) -> dict[str, Any]:
     }
 
 
-def timings(figures: Sequence[Figures]) -> dict[str, float]:
-    """Milliseconds from the request's arrival; the rate is of tokens after the first, over the slowest choice."""
+def timings(figures: Sequence[Figures]) -> dict[str, Any]:
+    """Milliseconds from the request's arrival; the rate is of tokens after the first, over the slowest choice. `phases_ms` are those
+    of the choice whose steps took longest: choices share steps, so their sum would count time twice."""
+    phases = max((f.phase_seconds for f in figures), key=sum)
     decode = max(f.decode_seconds for f in figures)
     tokens = sum(max(0, f.completion_tokens - 1) for f in figures)
     return {
@@ -64,6 +67,7 @@ def timings(figures: Sequence[Figures]) -> dict[str, float]:
         "ttft_ms": round(figures[0].ttft_seconds * 1e3, 3),
         "decode_ms": round(decode * 1e3, 3),
         "tokens_per_second": round(tokens / decode, 2) if decode > 0 else 0.0,
+        "phases_ms": {name: round(seconds * 1e3, 3) for name, seconds in zip(PHASES, phases, strict=True)},
     }
 
 

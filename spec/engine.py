@@ -121,7 +121,7 @@ class Engine:
         """Run one step and return everything said since the last one. With nothing to do it returns at once."""
         core, stats = self._core, self._stats
         began = self._clock()
-        spent = sum(stats.phase_seconds.values())
+        stats.step_phases = ()
         events, self._events = self._events, []
         plan = core.scheduler.plan(began)
         for seq_id in plan.preempted:
@@ -132,9 +132,13 @@ class Engine:
             if not sequence.recomputing:
                 stats.prompt_tokens += sequence.prompt_len
         if plan.rows:
-            events += speculative_step(core, plan)
-            stats.end_step(self._clock() - began, spent)
+            events += speculative_step(core, plan, began)
         return events
+
+    @property
+    def step_phases(self) -> tuple[float, ...]:
+        """Seconds of the latest step by phase, in the order of spec.stats.PHASES; () when it had nothing to run."""
+        return self._stats.step_phases
 
     def close(self) -> None:
         """The engine's owner is done with it: what was learnt is kept for the next one."""

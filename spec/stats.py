@@ -19,6 +19,7 @@ PHASES = ("draft", "verify", "accept", "commit", "other")
 class EngineStats:
     steps: int = 0
     last_step_seconds: float = 0.0
+    step_phases: tuple[float, ...] = ()  # seconds of the latest step in the order of PHASES; () = it had nothing to run
     phase_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     prompt_tokens: int = 0  # of requests that started, counted once
     generation_tokens: int = 0  # delivered
@@ -48,9 +49,15 @@ class EngineStats:
             for depth in range(counts.accepted):
                 self.accepted_per_position[depth] += 1
 
-    def end_step(self, seconds: float, spent_before: float) -> None:
-        """Wall time of one step; what no phase claimed since `spent_before` goes to "other"."""
+    def end_step(self, seconds: float, draft: float, verify: float, accept: float, commit: float) -> None:
+        """Wall time of one step, and of its phases; what none of them claims goes to "other"."""
         self.steps += 1
         self.last_step_seconds = seconds
-        claimed = sum(self.phase_seconds.values()) - spent_before
-        self.phase_seconds["other"] += max(seconds - claimed, 0.0)
+        other = max(seconds - draft - verify - accept - commit, 0.0)
+        self.step_phases = (draft, verify, accept, commit, other)
+        spent = self.phase_seconds
+        spent["draft"] += draft
+        spent["verify"] += verify
+        spent["accept"] += accept
+        spent["commit"] += commit
+        spent["other"] += other

@@ -5,7 +5,8 @@ The definitions are those of docs/speculation.md.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import toy
@@ -16,10 +17,11 @@ from kernels.decoder import Decoder, DecoderOutput
 from server.generation import Generation
 from server.metrics import Metrics
 from server.ports import TextTools
-from server.shapes import speculation
+from server.shapes import speculation, timings
 from server.text import StopMatcher, TextStream
 from spec.engine import Engine
-from spec.request import Request
+from spec.request import Request, TokenEvent
+from spec.stats import PHASES
 
 PROMPTS = prompts_of([5, 12, 8], seed=21)
 COUNT = 30
@@ -40,7 +42,11 @@ def drafter(shape: str = "chain") -> ScriptDrafter:
 
 
 def answered(
-    engine: Engine, requests: Sequence[Request], text: TextTools, stops: Sequence[str] = ()
+    engine: Engine,
+    requests: Sequence[Request],
+    text: TextTools,
+    stops: Sequence[str] = (),
+    on_step: Callable[[Sequence[TokenEvent], tuple[float, ...]], None] = lambda events, phases: None,
 ) -> tuple[list[Generation], Metrics]:
     """The requests' answers as the server makes them, and what it counted."""
     metrics = Metrics()
@@ -58,8 +64,12 @@ def answered(
     for request in requests:
         engine.add(request)
     while engine.has_work():
-        for event in engine.step():
-            made[event.request_id].on_event(event)
+        events = engine.step()
+        if engine.step_phases:
+            metrics.on_step(engine.step_phases)
+        on_step(events, engine.step_phases)
+        for event in events:
+            made[event.request_id].on_event(event, engine.step_phases)
     return list(made.values()), metrics
 
 
@@ -96,3 +106,48 @@ def test_a_pass_that_delivers_nothing_is_in_no_figure(text: TextTools) -> None:
     piece = generation.take()
     assert piece is not None
     assert piece.drafted == 5
+
+
+# --- where the time goes ---------------------------------------------------------------------------------------------
+
+
+def test_phases_add_up_to_the_time_of_the_steps(text: TextTools) -> None:
+    """A clock that ticks once whenever it is asked: every phase has its share, and nothing is lost or counted twice."""
+    ticks = itertools.count()
+    engine = make_engine(decoder(), [drafter()], chunk_tokens=8, clock=lambda: float(next(ticks)))
+    requests = [greedy_request(i, prompt, 20) for i, prompt in enumerate(PROMPTS)]
+    spent: list[tuple[float, ...]] = []
+    heard: dict[int, list[tuple[float, ...]]] = {request.id: [] for request in requests}
+
+    def on_step(events: Sequence[TokenEvent], phases: tuple[float, ...]) -> None:
+        spent.append(phases)
+        assert sum(phases) == engine.stats()["step_seconds"]
+        for event in events:
+            heard[event.request_id].append(phases)
+
+    generations, metrics = answered(engine, requests, text, on_step=on_step)
+    totals = dict(zip(PHASES, map(sum, zip(*spent, strict=True)), strict=True))
+    assert engine.stats()["phase_seconds"] == totals
+    assert min(totals.values()) > 0.0
+    assert {phase: counted(metrics, "step_phase_seconds_total", phase=phase) for phase in PHASES} == totals
+    assert counted(metrics, "step_seconds_sum") == sum(totals.values())
+    assert counted(metrics, "step_seconds_count") == len(spent) == engine.stats()["steps"]
+    assert len(spent) > max(len(steps) for steps in heard.values()) > 2  # steps of prompt chunks alone are steps too
+    for generation, steps in zip(generations, heard.values(), strict=True):
+        assert generation.figures.steps == len(steps)
+        told = timings([generation.figures])["phases_ms"]
+        assert told == {name: 1e3 * sum(step[i] for step in steps) for i, name in enumerate(PHASES)}
+        assert told["verify"] > 0.0
+    slowest = max((timings([g.figures])["phases_ms"] for g in generations), key=lambda told: sum(told.values()))
+    assert timings([g.figures for g in generations])["phases_ms"] == slowest  # choices of one request share their steps
+
+
+def test_a_step_without_rows_has_no_phases(text: TextTools) -> None:
+    engine = make_engine(decoder())
+    engine.add(greedy_request(1, PROMPTS[0], 20))
+    assert engine.step_phases == ()
+    engine.step()
+    assert len(engine.step_phases) == len(PHASES)
+    engine.cancel(1)
+    assert [event.finish_reason for event in engine.step()] == ["cancelled"]
+    assert engine.step_phases == ()

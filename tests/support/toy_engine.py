@@ -52,6 +52,7 @@ class ToyEngine:
         self._events: list[TokenEvent] = []
         self._seen: set[tuple[str, tuple[int, ...]]] = set()
         self._queries = self._hits = 0
+        self.step_phases: tuple[float, ...] = ()
 
     def add(self, request: Request) -> None:
         if len(request.prompt_ids) >= CONTEXT:
@@ -68,10 +69,13 @@ class ToyEngine:
         return bool(self._answers or self._events)
 
     def step(self) -> Sequence[TokenEvent]:
+        start = time.perf_counter()
         time.sleep(self._options["step_ms"] / 1e3)
         events, self._events = self._events, []
         for answer in list(self._answers.values())[: int(self._options["batch"])]:
             events.append(self._advance(answer))
+        seconds = time.perf_counter() - start
+        self.step_phases = (0.1 * seconds, 0.6 * seconds, 0.1 * seconds, 0.1 * seconds, 0.1 * seconds)
         return events
 
     def _advance(self, answer: _Answer) -> TokenEvent:
