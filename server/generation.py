@@ -207,7 +207,7 @@ class Generation:
         delivered, matched = self._add_tokens(event)
         accepted = self.figures.add_step(event, delivered, now, phases)
         if delivered:  # a pass that delivers nothing (an error at its root) is in no figure, here and in the metrics
-            self.token_gap = now - before if before else 0.0
+            self.token_gap = max(now - before, 1e-9) if before else 0.0
             self._meter.on_tokens(delivered, self.token_gap)
             self._piece.drafted += event.counts.drafted
             if event.counts.drafted:

@@ -51,6 +51,11 @@ class Metrics:
         self.token_gap = histogram("inter_token_latency_seconds", "Time per token after the first.", _GAP)
         self.latency = histogram("e2e_request_latency_seconds", "From arrival to the last token.", _LATENCY)
         self.queue_time = histogram("request_queue_time_seconds", "From arrival to the first step.", _LATENCY)
+        self.decode_passes = counter(
+            "decode_passes_total",
+            "Target passes that delivered tokens of a request after its first ones, one per request and pass.",
+        )
+        self.decode_pass_tokens = counter("decode_pass_tokens_total", "Tokens that those passes delivered.")
         self.drafts = counter("spec_decode_num_drafts_total", "Target passes that verified at least one drafted node.")
         self.draft_tokens = counter("spec_decode_num_draft_tokens_total", "Nodes drafted.", "drafter")
         self.accepted_tokens = counter("spec_decode_num_accepted_tokens_total", "Drafted tokens delivered.", "drafter")
@@ -104,6 +109,8 @@ class Metrics:
         """`count` tokens of one request were delivered, `gap_seconds` after its last ones (0: the first)."""
         self.generation_tokens.inc(count)
         if gap_seconds > 0 and count:
+            self.decode_passes.inc()
+            self.decode_pass_tokens.inc(count)
             each = gap_seconds / count
             for _ in range(count):
                 self.token_gap.observe(each)

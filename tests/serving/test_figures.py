@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from functools import cache
 
+import pytest
 import toy
 from engine_kit import SHAPES, ScriptDrafter, answers_of, greedy_request, make_engine, prompts_of, quick_rand
 
@@ -151,3 +152,28 @@ def test_a_step_without_rows_has_no_phases(text: TextTools) -> None:
     engine.cancel(1)
     assert [event.finish_reason for event in engine.step()] == ["cancelled"]
     assert engine.step_phases == ()
+
+
+# --- tokens per pass -------------------------------------------------------------------------------------------------
+
+
+def stop_in(prompt: tuple[int, ...], start: int, stop: int, text: TextTools) -> str:
+    """Two visible characters that the answer says between these tokens."""
+    said = text.tokenizer.decode(list(golden(prompt)[start:stop]))
+    return next(said[i : i + 2] for i in range(len(said) - 1) if said[i : i + 2].isascii())
+
+
+@pytest.mark.parametrize("drafted", [False, True], ids=["plain", "drafted"])
+def test_tokens_per_pass_can_be_computed_from_the_metrics(text: TextTools, drafted: bool) -> None:
+    """Of all requests together, and nothing behind a stop string is in it."""
+    stops = [stop_in(PROMPTS[0], 12, 20, text)]
+    engine = make_engine(decoder(), [drafter("bushy")] if drafted else [])
+    requests = [greedy_request(i, prompt, COUNT) for i, prompt in enumerate(PROMPTS)]
+    generations, metrics = answered(engine, requests, text, stops)
+    figures = [generation.figures for generation in generations]
+    assert generations[0].finish_reason == "stop"
+    passes, tokens = counted(metrics, "decode_passes_total"), counted(metrics, "decode_pass_tokens_total")
+    assert passes == sum(f.steps - 1 for f in figures)
+    assert tokens == sum(f.completion_tokens for f in figures) - len(figures)  # each prompt's pass says one
+    assert tokens / passes == pytest.approx(speculation(figures)["acceptance_length"], abs=1e-4)
+    assert (tokens / passes > 1.5) if drafted else (tokens == passes)
