@@ -97,7 +97,9 @@ class Figures:
     accepted: int = 0
     steps: int = 0  # target passes that delivered tokens
     first_step_tokens: int = 0
+    drafts: int = 0  # of the steps, those that verified drafts
     accepted_per_position: list[int] = field(default_factory=list)
+    judged_per_position: list[int] = field(default_factory=list)  # steps in which drafts stood at that position and were judged
     by_drafter: dict[str, list[int]] = field(default_factory=dict)  # name -> [drafted, accepted]
     phase_seconds: list[float] = field(default_factory=lambda: [0.0] * len(PHASES))  # of the steps in `steps`
     queue_seconds: float = 0.0
@@ -105,12 +107,12 @@ class Figures:
     first_token: float = 0.0
     last_token: float = 0.0
 
-    def add_step(self, event: TokenEvent, delivered: int, now: float, phases: Sequence[float] = ()) -> int:
-        """Count one event of which `delivered` tokens were kept. Returns the accepted drafts among them.
+    def add_step(self, event: TokenEvent, delivered: int, now: float, phases: Sequence[float] = ()) -> tuple[int, int]:
+        """Count one event of which `delivered` tokens were kept. Returns how many positions were accepted, and how many judged.
 
         `phases`: the step's seconds. The request waited for all of the step, so it counts in full however many others shared it."""
         if delivered == 0:
-            return 0
+            return 0, 0
         for index, seconds in enumerate(phases):
             self.phase_seconds[index] += seconds
         if self.steps == 0:
@@ -119,19 +121,21 @@ class Figures:
         self.steps += 1
         self.completion_tokens += delivered
         self.drafted += event.counts.drafted
+        self.drafts += event.counts.drafted > 0
         for name, count in event.counts.drafted_by.items():
             self.by_drafter.setdefault(name, [0, 0])[0] += count
         accepted = 0
         for source in event.sources[:delivered]:
             if not source:
                 break
-            if len(self.accepted_per_position) <= accepted:
-                self.accepted_per_position.append(0)
-            self.accepted_per_position[accepted] += 1
             self.by_drafter.setdefault(source, [0, 0])[1] += 1
             accepted += 1
         self.accepted += accepted
-        return accepted
+        # The position after the accepted ones was judged only where the target's own token there was delivered.
+        judged = event.counts.judged if delivered > accepted else accepted
+        count_up_to(accepted, self.accepted_per_position)
+        count_up_to(judged, self.judged_per_position)
+        return accepted, judged
 
     @property
     def ttft_seconds(self) -> float:
@@ -142,11 +146,18 @@ class Figures:
         return self.last_token - self.first_token
 
 
+def count_up_to(depth: int, counts: list[int]) -> None:
+    """One more at each of the first `depth` positions."""
+    counts += [0] * (depth - len(counts))
+    for position in range(depth):
+        counts[position] += 1
+
+
 class Meter(Protocol):
     """Who counts delivered tokens of all answers."""
 
     def on_tokens(self, count: int, gap_seconds: float) -> None: ...
-    def on_draft(self, drafted_by: Mapping[str, int], accepted: list[str]) -> None: ...
+    def on_draft(self, drafted_by: Mapping[str, int], accepted: list[str], judged: int) -> None: ...
 
 
 class Generation:
@@ -205,13 +216,13 @@ class Generation:
         now = time.perf_counter()
         before = self.figures.last_token
         delivered, matched = self._add_tokens(event)
-        accepted = self.figures.add_step(event, delivered, now, phases)
+        accepted, judged = self.figures.add_step(event, delivered, now, phases)
         if delivered:  # a pass that delivers nothing (an error at its root) is in no figure, here and in the metrics
             self.token_gap = max(now - before, 1e-9) if before else 0.0
             self._meter.on_tokens(delivered, self.token_gap)
             self._piece.drafted += event.counts.drafted
             if event.counts.drafted:
-                self._meter.on_draft(event.counts.drafted_by, list(event.sources[:accepted]))
+                self._meter.on_draft(event.counts.drafted_by, list(event.sources[:accepted]), judged)
         if matched:
             self._end("stop")
         elif event.finish_reason == "error":

@@ -62,6 +62,9 @@ class Metrics:
         self.accepted_per_pos = counter(
             "spec_decode_num_accepted_tokens_per_pos_total", "Drafted tokens delivered, by depth in the tree.", "position"
         )
+        self.judged_per_pos = counter(
+            "spec_decode_num_judged_per_pos_total", "Passes in which drafts at that depth were judged, by depth.", "position"
+        )
         self.restarts = counter("engine_restarts_total", "Engine processes replaced after a fault.")
         self.step = histogram("step_seconds", "One engine step.", _STEP)
         self.step_phases = counter(
@@ -115,14 +118,16 @@ class Metrics:
             for _ in range(count):
                 self.token_gap.observe(each)
 
-    def on_draft(self, drafted_by: Mapping[str, int], accepted: list[str]) -> None:
-        """One target pass: nodes by drafter, and the drafters of the delivered drafts, root side first."""
+    def on_draft(self, drafted_by: Mapping[str, int], accepted: list[str], judged: int) -> None:
+        """One target pass: nodes by drafter, the drafters of the delivered drafts, root side first, and how many positions were judged."""
         self.drafts.inc()
         for name, count in drafted_by.items():
             self.draft_tokens.labels(name).inc(count)
         for position, name in enumerate(accepted):
             self.accepted_tokens.labels(name).inc()
             self.accepted_per_pos.labels(str(position)).inc()
+        for position in range(judged):
+            self.judged_per_pos.labels(str(position)).inc()
 
     def on_end(self, reason: str, figures: Figures, now: float) -> None:
         self.finished.labels(reason).inc()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 from server.generation import Figures
@@ -33,16 +34,15 @@ def speculation(figures: Sequence[Figures]) -> dict[str, Any]:
     steps = sum(f.steps for f in figures)
     passes = sum(max(0, f.steps - 1) for f in figures)
     tokens = sum(f.completion_tokens - f.first_step_tokens for f in figures)
-    depth = max(len(f.accepted_per_position) for f in figures)
     names = sorted({name for f in figures for name in f.by_drafter})
     return {
         "drafted": sum(f.drafted for f in figures),
         "accepted": sum(f.accepted for f in figures),
         "steps": steps,
         "acceptance_length": round(tokens / passes, 4) if passes else 0.0,
-        "accepted_per_position": [
-            sum(f.accepted_per_position[i] for f in figures if i < len(f.accepted_per_position)) for i in range(depth)
-        ],
+        "drafts": sum(f.drafts for f in figures),
+        "accepted_per_position": _sums([f.accepted_per_position for f in figures]),
+        "judged_per_position": _sums([f.judged_per_position for f in figures]),
         "by_drafter": {
             name: dict(
                 zip(
@@ -54,6 +54,10 @@ def speculation(figures: Sequence[Figures]) -> dict[str, Any]:
             for name in names
         },
     }
+
+
+def _sums(lists: Sequence[Sequence[int]]) -> list[int]:
+    return [sum(column) for column in zip_longest(*lists, fillvalue=0)]
 
 
 def timings(figures: Sequence[Figures]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from spec.errors import RequestError
 from spec.plan import PlanRow
 from spec.request import FinishReason, StepCounts, TokenEvent, TokenLogprob
 from spec.sequence import Phase, Sequence
-from spec.tree import DraftTree
+from spec.tree import ROOT, DraftTree
 
 if TYPE_CHECKING:  # the parser behind it is loaded only where grammars are used
     from spec.grammar import GrammarState
@@ -124,7 +124,7 @@ def _event(
         sources=sources,
         logprobs=logprobs,
         prompt_logprobs=prompt,
-        counts=_counts(tree, sources[:accepted]) if tree.token_ids else _NO_COUNTS,
+        counts=_counts(tree, acceptance.path, sources[:accepted], len(run)) if tree.token_ids else _NO_COUNTS,
         started=first,
         cached_tokens=sequence.cached_tokens if first else 0,
         queue_seconds=(sequence.scheduled_at or sequence.arrived_at) - sequence.arrived_at if first else 0.0,
@@ -135,11 +135,14 @@ def _event(
     )
 
 
-def _counts(tree: DraftTree, accepted_sources: tuple[str, ...]) -> StepCounts:
+def _counts(tree: DraftTree, path: tuple[int, ...], accepted_sources: tuple[str, ...], delivered: int) -> StepCounts:
     drafted_by: dict[str, int] = {}
     accepted_by: dict[str, int] = {}
     for names in tree.sources:
         drafted_by[names[0]] = drafted_by.get(names[0], 0) + 1
     for name in accepted_sources:
         accepted_by[name] = accepted_by.get(name, 0) + 1
-    return StepCounts(len(tree), len(accepted_sources), drafted_by, accepted_by)
+    accepted = len(accepted_sources)
+    # Drafts below the last accepted node were refused, if the target's own token there was delivered.
+    refused = delivered > accepted and (path[-1] if path else ROOT) in tree.parents
+    return StepCounts(len(tree), accepted, drafted_by, accepted_by, accepted + refused)

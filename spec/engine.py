@@ -178,6 +178,7 @@ class Engine:
             "spec_decode_num_draft_tokens": dict(stats.drafted),
             "spec_decode_num_accepted_tokens": dict(stats.accepted),
             "spec_decode_num_accepted_tokens_per_pos": list(stats.accepted_per_position),
+            "spec_decode_num_judged_per_pos": list(stats.judged_per_position),
             "drafter_seconds": dict(core.team.seconds),
             "drafter_faults": dict(core.team.faults),
             "speculator_faults": core.team.speculator_faults,

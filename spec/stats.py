@@ -31,6 +31,8 @@ class EngineStats:
     accepted: Counter[str] = field(default_factory=Counter)
     accepted_per_position: list[int] = field(default_factory=lambda: [0] * MAX_NODES)  # [i] = delivered at depth i + 1
 
+    judged_per_position: list[int] = field(default_factory=lambda: [0] * MAX_NODES)  # of those and of refused ones
+
     def count(self, event: TokenEvent, tree: DraftTree, decoding: bool) -> None:
         """One sequence's share of one step."""
         self.generation_tokens += len(event.token_ids)
@@ -48,6 +50,8 @@ class EngineStats:
                 self.accepted[name] += nodes
             for depth in range(counts.accepted):
                 self.accepted_per_position[depth] += 1
+            for depth in range(counts.judged):
+                self.judged_per_position[depth] += 1
 
     def end_step(self, seconds: float, draft: float, verify: float, accept: float, commit: float) -> None:
         """Wall time of one step, and of its phases; what none of them claims goes to "other"."""

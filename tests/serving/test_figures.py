@@ -6,12 +6,25 @@ The definitions are those of docs/speculation.md.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 
 import pytest
 import toy
-from engine_kit import SHAPES, ScriptDrafter, answers_of, greedy_request, make_engine, prompts_of, quick_rand
+from engine_kit import (
+    NOISY,
+    ORACLE,
+    SHAPES,
+    KeepAll,
+    ScriptDrafter,
+    Skill,
+    answers_of,
+    greedy_request,
+    make_engine,
+    prompts_of,
+    quick_rand,
+)
 
 from kernels.batch import KVTensors, StepInputs
 from kernels.decoder import Decoder, DecoderOutput
@@ -20,9 +33,11 @@ from server.metrics import Metrics
 from server.ports import TextTools
 from server.shapes import speculation, timings
 from server.text import StopMatcher, TextStream
+from spec.drafter import Budget, SequenceView
 from spec.engine import Engine
 from spec.request import Request, TokenEvent
 from spec.stats import PHASES
+from spec.tree import DraftTree, Proposal
 
 PROMPTS = prompts_of([5, 12, 8], seed=21)
 COUNT = 30
@@ -38,8 +53,8 @@ def golden(prompt: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(toy.greedy(decoder(), prompt, COUNT))
 
 
-def drafter(shape: str = "chain") -> ScriptDrafter:
-    return ScriptDrafter(answers_of({prompt: golden(prompt) for prompt in PROMPTS}), SHAPES[shape])
+def drafter(shape: str = "chain", skill: Skill = ORACLE) -> ScriptDrafter:
+    return ScriptDrafter(answers_of({prompt: golden(prompt) for prompt in PROMPTS}), SHAPES[shape], skill)
 
 
 def answered(
@@ -177,3 +192,66 @@ def test_tokens_per_pass_can_be_computed_from_the_metrics(text: TextTools, draft
     assert tokens == sum(f.completion_tokens for f in figures) - len(figures)  # each prompt's pass says one
     assert tokens / passes == pytest.approx(speculation(figures)["acceptance_length"], abs=1e-4)
     assert (tokens / passes > 1.5) if drafted else (tokens == passes)
+
+
+# --- acceptance by position ------------------------------------------------------------------------------------------
+
+
+class Watching(KeepAll):
+    """Remembers what every tree offered: (sequence, place in the answer, the tokens of the way to each node)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.offered: list[tuple[int, int, set[tuple[int, ...]]]] = []
+
+    def admit(
+        self, views: Sequence[SequenceView], budgets: Sequence[Budget], proposals: Mapping[str, Sequence[Proposal]]
+    ) -> list[DraftTree]:
+        trees = super().admit(views, budgets, proposals)
+        for view, tree in zip(views, trees, strict=True):
+            ways: list[tuple[int, ...]] = []
+            for token, parent in zip(tree.token_ids, tree.parents, strict=True):
+                ways.append(((*ways[parent], token)) if parent >= 0 else (token,))
+            self.offered.append((view.seq_id, len(view.token_ids) - view.prompt_len, set(ways)))
+        return trees
+
+
+@pytest.mark.parametrize("stop", [False, True], ids=["whole", "stop string"])
+@pytest.mark.parametrize("shape", ["chain", "bushy", "2x4", "wide"])
+def test_positions_have_their_denominators(text: TextTools, shape: str, stop: bool) -> None:
+    """By definition, from the trees and the text: a position is judged in a pass when all before it were delivered drafts, a draft
+    stood there, and the target's token for it was delivered."""
+    watching = Watching()
+    engine = make_engine(decoder(), [drafter(shape, NOISY)], speculator=watching)
+    requests = [greedy_request(i, prompt, COUNT) for i, prompt in enumerate(PROMPTS)]
+    stops = [stop_in(prompt, 12, 24, text) for prompt in PROMPTS] if stop else []
+    generations, metrics = answered(engine, requests, text, stops)
+    judged: dict[int, Counter[int]] = {request.id: Counter() for request in requests}
+    accepted: dict[int, Counter[int]] = {request.id: Counter() for request in requests}
+    drafts: Counter[int] = Counter()
+    for seq_id, start, ways in watching.offered:
+        answer = golden(PROMPTS[seq_id])[: generations[seq_id].figures.completion_tokens]
+        if not ways or start >= len(answer):
+            continue
+        drafts[seq_id] += 1
+        for depth in range(len(answer) - start):
+            before = answer[start : start + depth]
+            if any(way[:-1] == before for way in ways):
+                judged[seq_id][depth] += 1
+            accepted[seq_id][depth] += answer[start : start + depth + 1] in ways
+    for generation in generations:
+        figures, number = speculation([generation.figures]), generation.request.id
+        assert figures["drafts"] == drafts[number]
+        assert figures["judged_per_position"] == [judged[number][i] for i in range(len(figures["judged_per_position"]))]
+        assert sum(figures["judged_per_position"]) == judged[number].total()
+        assert sum(figures["accepted_per_position"]) == accepted[number].total() == figures["accepted"]
+        assert figures["accepted_per_position"] == [accepted[number][i] for i in range(len(figures["accepted_per_position"]))]
+    whole = speculation([generation.figures for generation in generations])
+    for position, count in enumerate(whole["judged_per_position"]):
+        assert counted(metrics, "spec_decode_num_judged_per_pos_total", position=str(position)) == count
+    assert counted(metrics, "spec_decode_num_drafts_total") == whole["drafts"]
+    assert 0 < whole["accepted_per_position"][0] < whole["judged_per_position"][0]  # not blind: some were refused
+    if not stop:  # without text the engine's own counts are the same
+        stats = engine.stats()["spec_decode_num_judged_per_pos"]
+        assert stats[: len(whole["judged_per_position"])] == whole["judged_per_position"]
+        assert sum(stats) == sum(whole["judged_per_position"])

@@ -114,8 +114,9 @@ class ToyEngine:
         if not drafted:
             sources = ("",) * len(run)
         accepted = sum(1 for source in sources if source)
+        judged = min(drafted, accepted + 1)
         return TokenEvent(
-            request.id, tuple(run), sources, logprobs, StepCounts(drafted, accepted, {"toy": drafted} if drafted else {}, {"toy": accepted} if accepted else {}),
+            request.id, tuple(run), sources, logprobs, StepCounts(drafted, accepted, {"toy": drafted} if drafted else {}, {"toy": accepted} if accepted else {}, judged),
             started=first, cached_tokens=cached, queue_seconds=0.001, finish_reason=reason, stop_token=stop,
         )  # fmt: skip
 
