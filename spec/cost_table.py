@@ -114,7 +114,11 @@ class CostTable:
         seconds: float = 3.0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Fill the table by running passes, at most about `seconds` in all. Small sizes, which matter most, come first."""
+        """Fill the table by running passes. Small sizes, which matter most, come first.
+
+        No pass begins that would end after `seconds` if it took twice the longest one so far; one of a size that was run before is
+        expected to take what it took. So only a surprise ends later, and nothing is run after it. The first pass of all is always run.
+        """
         deadline = clock() + seconds
         sizes = [rows for rows in _MEASURED if rows <= max_rows] or [1]
         taken: dict[tuple[int, int, int], list[float]] = {}

@@ -319,15 +319,51 @@ def test_any_record_leaves_it_monotone_and_positive(steps: list[tuple[int, int, 
     assert 0.0 < values[0] < math.inf
 
 
-def test_start_up_keeps_to_its_time() -> None:
-    now = [0.0]
+def measuring(ms: Callable[[int, int], float], seconds: float, max_rows: int = 256) -> tuple[float, list[tuple[int, float]]]:
+    """What start-up takes on a clock that only passes move, and every pass as (rows, seconds). `ms` is told rows and how many passes
+    came before."""
+    passes: list[tuple[int, float]] = []
 
-    def slow(rows: int, context: int, sequences: int) -> float:
-        now[0] += 0.02 * rows
-        return 20.0 * rows
+    def one(rows: int, context: int, sequences: int) -> float:
+        took = ms(rows, len(passes))
+        passes.append((rows, took * 1e-3))
+        return took
 
-    CostTable().measure(slow, max_rows=256, seconds=3.0, clock=lambda: now[0])
-    assert now[0] < 4.0
+    CostTable().measure(one, max_rows=max_rows, seconds=seconds, clock=lambda: sum(took for _, took in passes))
+    return sum(took for _, took in passes), passes
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    first=st.floats(0.001, 400.0),
+    slope=st.floats(0.0, 1.0),
+    seconds=st.sampled_from([0.5, 1.0, 3.0]),
+    max_rows=st.integers(1, 300),
+)
+def test_start_up_keeps_to_its_time(first: float, slope: float, seconds: float, max_rows: int) -> None:
+    """Machines on which a row costs nothing up to as much as the first one: not a moment longer than asked."""
+    took, passes = measuring(lambda rows, before: first * (1.0 + slope * (rows - 1)), seconds, max_rows)
+    assert took <= seconds
+    assert passes
+    dearest = 1e-3 * first * (1.0 + slope * max_rows)
+    if 6 * 2 * 21 * dearest < seconds:  # nor is a quick machine looked at once only
+        assert len(passes) > 6 * len({rows for rows, _ in passes})
+
+
+@pytest.mark.parametrize("at", range(0, 31, 3))
+def test_a_surprise_at_start_up_costs_its_own_time_only(at: int) -> None:
+    """A kernel that is compiled, or a stall of two seconds, at any pass: nothing begins after the time is over."""
+    took, passes = measuring(lambda rows, before: 2000.0 if before == at else 20.0 + rows, seconds=1.0)
+    assert len(passes) > at
+    assert took <= 1.0 + 2.0
+    began = took - passes[-1][1]
+    assert began <= 1.0
+
+
+def test_a_target_slower_than_the_time_for_measuring_is_run_once() -> None:
+    took, passes = measuring(lambda rows, before: 5000.0 * rows, seconds=1.0)
+    assert passes == [(1, 5.0)]
+    assert took == 5.0
 
 
 def test_costs_follow_the_machine_and_shrug_off_stalls() -> None:
