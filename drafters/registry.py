@@ -6,6 +6,7 @@ needed, `build` makes the drafters over the page pool.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -131,6 +132,24 @@ def parse(text: str, target_name: str) -> list[tuple[str, Path | None]]:
     if len({kind for kind, _ in pairs}) != len(pairs):
         raise ConfigError(f"a drafter is named twice in {text!r}")
     return pairs
+
+
+def weights_of(text: str, target_name: str) -> dict[str, str]:
+    """What names the weights of each named drafter that has some: another file, or a file written anew, has another name."""
+    found: dict[str, str] = {}
+    for kind, path in parse(text, target_name):
+        if path is not None:
+            parts = [str(path)]
+            if path.exists():
+                facts = path.stat()
+                parts = [str(path.resolve()), str(facts.st_size), str(facts.st_mtime_ns)]
+            found[kind] = hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
+    return found
+
+
+def not_shipped(text: str, target_name: str) -> set[str]:
+    """The named drafters whose weights are not those that ship for the model."""
+    return {kind for kind, path in parse(text, target_name) if path is not None and path != shipped(target_name, kind)}
 
 
 def said_by(text: str, target_name: str) -> dict[str, tuple[int, ...]]:

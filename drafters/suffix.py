@@ -2,8 +2,10 @@
 tenants; refuses to know tensors, text and the target.
 
 It looks in the request's own prompt and answer, and in a bounded store of recent finished answers of the same tenant, never
-of another (a draft's acceptance shows in timing, so a shared store would leak). All occurrences found vote on the
-continuation with a weight that grows with the length of their match; where history branches, so does the proposal.
+of another (a draft's acceptance shows in timing, so a shared store would leak). Answers drawn under the rejection rule are not
+kept: were the request repeated with its seed, drafts made of them would be tested with the very noise they were drawn with.
+All occurrences found vote on the continuation with a weight that grows with the length of their match; where history branches, so
+does the proposal.
 Related: prompt lookup (Saxena 2023), SuffixDecoding (Oliaro et al. 2024).
 """
 
@@ -20,6 +22,7 @@ from drafters.suffix_index import RecentTexts
 from kernels.suffix_index import HEAVIEST, LONGEST, Index, LookRow, SuffixOps, Texts, reference
 from spec.calibration import BINS, EDGES
 from spec.drafter import Budget, Outcome, SequenceView
+from spec.sampling import is_greedy
 from spec.tree import NOTHING, ROOT, Proposal
 
 # How often what followed a match of this length followed again, before calibration has a say (index = length).
@@ -144,7 +147,8 @@ class SuffixDrafter:
 
     def _store(self, view: SequenceView) -> None:
         answer = view.token_ids[view.prompt_len :]
-        if self._tenant_tokens <= 0 or not answer:
+        drawn_by_rejection = view.policy.rule == "rejection" and not is_greedy(view.sampling)
+        if self._tenant_tokens <= 0 or not answer or drawn_by_rejection:
             return
         texts = self._answers.get(view.tenant)
         if texts is None:

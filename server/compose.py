@@ -283,10 +283,12 @@ def _drafting_target(parts: Parts) -> registry.Target:
     def load(name: Path) -> LoadedModel:
         path = resolve(str(name), parts.cache).weights  # an alias or a hub id as well as a path
         tokenizer = load_tokenizer(path, parts.cache / "tokenizers")
-        if tokenizer.fingerprint != parts.tokenizer.fingerprint:
+        ours = parts.tokenizer
+        if tokenizer.fingerprint != ours.fingerprint:
+            why = " of the same size, but with other tokens" if tokenizer.vocab_size == ours.vocab_size else ""
             raise ConfigError(
                 f"the draft model's tokenizer ({tokenizer.name}, {tokenizer.vocab_size} tokens) is not the target's "
-                f"({parts.tokenizer.name}, {parts.tokenizer.vocab_size} tokens); a drafter must share the target's vocabulary"
+                f"({ours.name}, {ours.vocab_size} tokens){why}; a drafter must share the target's vocabulary"
             )
         model = load_model(path, weights=parts.settings.weights, published=parts.backend.published)
         return _placed(model.trimmed(parts.tokenizer.vocab_size), parts.settings.device)
@@ -320,14 +322,17 @@ def draft_vocabularies(parts: Parts, drafters: str) -> dict[str, tuple[int, ...]
 
 def default_speculator(parts: Parts, config: EngineConfig, target: TargetModel, drafters: Sequence[Drafter]) -> Speculator:
     """The price rule over a cost table measured here, or the fixed shape the settings ask for."""
-    from server.speculation import measured_price_speculator
+    from server.speculation import measured_price_speculator, starting_calibration
     from spec.shapes import ShapeSpeculator
 
     if parts.settings.tree_shape:
         return ShapeSpeculator(parts.settings.tree_shape)
     path = parts.cache / "calibration" / f"{parts.model.digest[:16]}.json"
-    shipped = registry.shipped_calibration(parts.model.name)
-    return measured_price_speculator(target, config, path, measure=bool(drafters), shipped=shipped)
+    name, chosen = parts.model.name, parts.settings.drafters
+    calibration = starting_calibration(
+        path, registry.shipped_calibration(name), registry.weights_of(chosen, name), registry.not_shipped(chosen, name)
+    )
+    return measured_price_speculator(target, config, path, calibration, measure=bool(drafters))
 
 
 def build_engine(settings: Settings) -> tuple[Engine, Ready]:

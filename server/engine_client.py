@@ -12,7 +12,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -24,7 +24,8 @@ from spec.request import Request, TokenEvent
 
 log = logging.getLogger("forespeak.engine")
 
-Sink = Callable[[TokenEvent], None]
+Phases = Sequence[float]  # seconds of a step, in the order of spec.stats.PHASES; () where there was none
+Sink = Callable[[TokenEvent, Phases], None]
 
 
 @dataclass(slots=True)
@@ -86,9 +87,9 @@ class EngineClient:
         return len(self._running)
 
     def submit(self, request: Request, sink: Sink) -> None:
-        """Run a request; `sink` gets its events, the last with a finish_reason. After giving up that is an error at once."""
+        """Run a request; `sink` gets its events and the seconds of their steps; the last event has a finish_reason. After giving up that is an error at once."""
         if self.state in (EngineState.FAILED, EngineState.STOPPED):
-            sink(_error_event(request.id, "the engine is not running", "engine_failed"))
+            sink(_error_event(request.id, "the engine is not running", "engine_failed"), ())
             return
         self._running[request.id] = running = _Running(request, sink, delivered=list(request.generated_ids))
         if self.state is EngineState.READY:
@@ -192,10 +193,10 @@ class EngineClient:
     def _on_message(self, message: FromEngine) -> None:
         self._heard = time.monotonic()
         if isinstance(message, Events):
-            if message.step_ms > 0:
-                self._hooks.on_step(message.step_ms)
+            if message.phases:
+                self._hooks.on_step(message.phases)
             for event in message.events:
-                self._deliver(event)
+                self._deliver(event, message.phases)
         elif isinstance(message, Pong):
             if message.steps != self._steps[0] or not self._running:
                 self._steps = (message.steps, self._heard)
@@ -215,7 +216,7 @@ class EngineClient:
                 self._send(running)
         self._next_suspect()
 
-    def _deliver(self, event: TokenEvent) -> None:
+    def _deliver(self, event: TokenEvent, phases: Phases) -> None:
         running = self._running.get(event.request_id)
         if running is None:
             return
@@ -223,7 +224,7 @@ class EngineClient:
         running.progress += len(event.token_ids)
         if event.finish_reason is not None:
             del self._running[event.request_id]
-        running.sink(event)
+        running.sink(event, phases)
         done = event.finish_reason is not None or running.progress >= self._policy.probation_tokens
         if event.request_id == self._suspect and done:
             self._next_suspect()
@@ -241,7 +242,7 @@ class EngineClient:
             if running.crashes >= self._policy.crashes_per_request:
                 del self._running[running.request.id]
                 message = f"the engine failed {running.crashes} times while it worked on this request"
-                running.sink(_error_event(running.request.id, message, "engine_crashed"))
+                running.sink(_error_event(running.request.id, message, "engine_crashed"), ())
             elif running.crashes == self._policy.crashes_per_request - 1:
                 self._probation.append(running.request.id)
 
@@ -265,7 +266,7 @@ class EngineClient:
     def _fail_all(self, message: str, code: str) -> None:
         waiting, self._running = list(self._running.values()), {}
         for running in waiting:
-            running.sink(_error_event(running.request.id, message, code))
+            running.sink(_error_event(running.request.id, message, code), ())
 
     def _set_state(self, state: EngineState, message: str) -> None:
         if self.state in (EngineState.FAILED, EngineState.STOPPED):

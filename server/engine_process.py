@@ -33,8 +33,11 @@ class Engine(Protocol):
     def add(self, request: Request) -> None: ...
     def cancel(self, request_id: int) -> None: ...
     def step(self) -> Sequence[TokenEvent]: ...
+    @property
+    def step_phases(self) -> tuple[float, ...]: ...
     def has_work(self) -> bool: ...
     def stats(self) -> dict[str, Any]: ...
+    def close(self) -> None: ...
 
 
 class Inbox:
@@ -112,7 +115,10 @@ def run_engine_process(
         gc.freeze()  # what was loaded lives as long as the process: keep the collector from walking it in the middle of a step
         inbox.grace = ORPHAN_GRACE_SECONDS
         inbox.send(ready)
-        _serve(engine, inbox)
+        try:
+            _serve(engine, inbox)
+        finally:
+            engine.close()
     except OSError as error:
         log.debug("the server is gone: %s", error)
     except BaseException as error:
@@ -142,14 +148,12 @@ def _serve(engine: Engine, inbox: Inbox) -> None:
             fresh = False
             _apply(engine, message, refused)
         if refused:
-            inbox.send(Events(tuple(refused), 0.0))
+            inbox.send(Events(tuple(refused)))
         if engine.has_work():
             fresh = False
-            start = time.perf_counter()
             events = engine.step()
             inbox.steps += 1
-            if events:
-                inbox.send(Events(tuple(events), (time.perf_counter() - start) * 1e3))
+            inbox.send(Events(tuple(events), engine.step_phases))
         idle_now = not fresh and not engine.has_work()
         if idle_now or (not fresh and time.monotonic() >= next_stats):
             inbox.send(Stats(engine.stats()))

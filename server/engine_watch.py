@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -38,4 +38,4 @@ class Hooks:
 
     on_state: Callable[[EngineState, str], None] = lambda state, message: None
     on_stats: Callable[[dict[str, Any]], None] = lambda values: None
-    on_step: Callable[[float], None] = lambda milliseconds: None
+    on_step: Callable[[Sequence[float]], None] = lambda phases: None

@@ -9,7 +9,7 @@ reasoning. Pieces wait here and merge until they are taken, so a slow reader cos
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -17,6 +17,7 @@ from server.api_error import ApiError, from_engine
 from server.channels import Channel, ChannelText
 from server.text import StopMatcher, TextStream
 from spec.request import FinishReason, Request, TokenEvent, TokenLogprob
+from spec.stats import PHASES
 
 
 class Part(NamedTuple):
@@ -96,36 +97,45 @@ class Figures:
     accepted: int = 0
     steps: int = 0  # target passes that delivered tokens
     first_step_tokens: int = 0
+    drafts: int = 0  # of the steps, those that verified drafts
     accepted_per_position: list[int] = field(default_factory=list)
+    judged_per_position: list[int] = field(default_factory=list)  # steps in which drafts stood at that position and were judged
     by_drafter: dict[str, list[int]] = field(default_factory=dict)  # name -> [drafted, accepted]
+    phase_seconds: list[float] = field(default_factory=lambda: [0.0] * len(PHASES))  # of the steps in `steps`
     queue_seconds: float = 0.0
     arrival: float = 0.0  # seconds of time.perf_counter()
     first_token: float = 0.0
     last_token: float = 0.0
 
-    def add_step(self, event: TokenEvent, delivered: int, now: float) -> int:
-        """Count one event of which `delivered` tokens were kept. Returns the accepted drafts among them."""
+    def add_step(self, event: TokenEvent, delivered: int, now: float, phases: Sequence[float] = ()) -> tuple[int, int]:
+        """Count one event of which `delivered` tokens were kept. Returns how many positions were accepted, and how many judged.
+
+        `phases`: the step's seconds. The request waited for all of the step, so it counts in full however many others shared it."""
         if delivered == 0:
-            return 0
+            return 0, 0
+        for index, seconds in enumerate(phases):
+            self.phase_seconds[index] += seconds
         if self.steps == 0:
             self.first_token, self.first_step_tokens = now, delivered
         self.last_token = now
         self.steps += 1
         self.completion_tokens += delivered
         self.drafted += event.counts.drafted
+        self.drafts += event.counts.drafted > 0
         for name, count in event.counts.drafted_by.items():
             self.by_drafter.setdefault(name, [0, 0])[0] += count
         accepted = 0
         for source in event.sources[:delivered]:
             if not source:
                 break
-            if len(self.accepted_per_position) <= accepted:
-                self.accepted_per_position.append(0)
-            self.accepted_per_position[accepted] += 1
             self.by_drafter.setdefault(source, [0, 0])[1] += 1
             accepted += 1
         self.accepted += accepted
-        return accepted
+        # The position after the accepted ones was judged only where the target's own token there was delivered.
+        judged = event.counts.judged if delivered > accepted else accepted
+        count_up_to(accepted, self.accepted_per_position)
+        count_up_to(judged, self.judged_per_position)
+        return accepted, judged
 
     @property
     def ttft_seconds(self) -> float:
@@ -136,11 +146,18 @@ class Figures:
         return self.last_token - self.first_token
 
 
+def count_up_to(depth: int, counts: list[int]) -> None:
+    """One more at each of the first `depth` positions."""
+    counts += [0] * (depth - len(counts))
+    for position in range(depth):
+        counts[position] += 1
+
+
 class Meter(Protocol):
     """Who counts delivered tokens of all answers."""
 
     def on_tokens(self, count: int, gap_seconds: float) -> None: ...
-    def on_draft(self, drafted_by: Mapping[str, int], accepted: list[str]) -> None: ...
+    def on_draft(self, drafted_by: Mapping[str, int], accepted: list[str], judged: int) -> None: ...
 
 
 class Generation:
@@ -188,8 +205,8 @@ class Generation:
         """Characters waiting to be taken."""
         return sum(len(part.text) for part in self._piece.parts)
 
-    def on_event(self, event: TokenEvent) -> None:
-        """Take one event of the engine. Events after the end are ignored."""
+    def on_event(self, event: TokenEvent, phases: Sequence[float] = ()) -> None:
+        """Take one event of the engine, and the seconds of its step by phase. Events after the end are ignored."""
         if self.ended:
             return
         if event.started and not self.started:
@@ -199,13 +216,13 @@ class Generation:
         now = time.perf_counter()
         before = self.figures.last_token
         delivered, matched = self._add_tokens(event)
-        accepted = self.figures.add_step(event, delivered, now)
-        self._piece.drafted += event.counts.drafted
-        if delivered:
-            self.token_gap = now - before if before else 0.0
+        accepted, judged = self.figures.add_step(event, delivered, now, phases)
+        if delivered:  # a pass that delivers nothing (an error at its root) is in no figure, here and in the metrics
+            self.token_gap = max(now - before, 1e-9) if before else 0.0
             self._meter.on_tokens(delivered, self.token_gap)
-        if event.counts.drafted:
-            self._meter.on_draft(event.counts.drafted_by, list(event.sources[:accepted]))
+            self._piece.drafted += event.counts.drafted
+            if event.counts.drafted:
+                self._meter.on_draft(event.counts.drafted_by, list(event.sources[:accepted]), judged)
         if matched:
             self._end("stop")
         elif event.finish_reason == "error":

@@ -12,9 +12,10 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from server.generation import count_up_to
 from spec.engine import Engine
 from spec.errors import RequestError
-from spec.request import Request, TokenEvent
+from spec.request import Request, StepCounts, TokenEvent
 
 T = TypeVar("T")
 
@@ -36,7 +37,9 @@ class Completion:
     accepted: int = 0
     drafted_by: dict[str, int] = field(default_factory=dict)
     accepted_by: dict[str, int] = field(default_factory=dict)
+    drafts: int = 0
     accepted_per_position: list[int] = field(default_factory=list)
+    judged_per_position: list[int] = field(default_factory=list)
     submitted: float = 0.0
     queue_seconds: float = 0.0
 
@@ -62,7 +65,9 @@ class Completion:
             "accepted": self.accepted,
             "steps": len(self.step_sizes),
             "acceptance_length": round(self.acceptance_length, 4),
+            "drafts": self.drafts,
             "accepted_per_position": self.accepted_per_position,
+            "judged_per_position": self.judged_per_position,
             "by_drafter": {
                 name: {"drafted": count, "accepted": self.accepted_by.get(name, 0)}
                 for name, count in sorted(self.drafted_by.items())
@@ -94,20 +99,21 @@ class Completion:
         if event.token_ids:
             self.step_sizes.append(len(event.token_ids))
             self.token_times.extend([now] * len(event.token_ids))
+            self._count_drafts(event.counts)
         self.token_ids.extend(event.token_ids)
         self.sources.extend(event.sources)
-        for depth, source in enumerate(event.sources):
-            if source:
-                while len(self.accepted_per_position) <= depth:
-                    self.accepted_per_position.append(0)
-                self.accepted_per_position[depth] += 1
-        self.drafted += event.counts.drafted
-        self.accepted += event.counts.accepted
-        for mine, theirs in ((self.drafted_by, event.counts.drafted_by), (self.accepted_by, event.counts.accepted_by)):
-            for name, count in theirs.items():
-                mine[name] = mine.get(name, 0) + count
         if event.finish_reason is not None:
             self.finish_reason, self.error = event.finish_reason, event.error
+
+    def _count_drafts(self, counts: StepCounts) -> None:
+        self.drafts += counts.drafted > 0
+        self.drafted += counts.drafted
+        self.accepted += counts.accepted
+        count_up_to(counts.accepted, self.accepted_per_position)
+        count_up_to(counts.judged, self.judged_per_position)
+        for mine, theirs in ((self.drafted_by, counts.drafted_by), (self.accepted_by, counts.accepted_by)):
+            for name, count in theirs.items():
+                mine[name] = mine.get(name, 0) + count
 
 
 def settle() -> None:

@@ -6,12 +6,13 @@ counter of a restarted engine begins at zero again, and is added up here so that
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from server.generation import Figures
+from spec.stats import PHASES
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _LATENCY = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -50,14 +51,25 @@ class Metrics:
         self.token_gap = histogram("inter_token_latency_seconds", "Time per token after the first.", _GAP)
         self.latency = histogram("e2e_request_latency_seconds", "From arrival to the last token.", _LATENCY)
         self.queue_time = histogram("request_queue_time_seconds", "From arrival to the first step.", _LATENCY)
+        self.decode_passes = counter(
+            "decode_passes_total",
+            "Target passes that delivered tokens of a request after its first ones, one per request and pass.",
+        )
+        self.decode_pass_tokens = counter("decode_pass_tokens_total", "Tokens that those passes delivered.")
         self.drafts = counter("spec_decode_num_drafts_total", "Target passes that verified at least one drafted node.")
         self.draft_tokens = counter("spec_decode_num_draft_tokens_total", "Nodes drafted.", "drafter")
         self.accepted_tokens = counter("spec_decode_num_accepted_tokens_total", "Drafted tokens delivered.", "drafter")
         self.accepted_per_pos = counter(
             "spec_decode_num_accepted_tokens_per_pos_total", "Drafted tokens delivered, by depth in the tree.", "position"
         )
+        self.judged_per_pos = counter(
+            "spec_decode_num_judged_per_pos_total", "Passes in which drafts at that depth were judged, by depth.", "position"
+        )
         self.restarts = counter("engine_restarts_total", "Engine processes replaced after a fault.")
         self.step = histogram("step_seconds", "One engine step.", _STEP)
+        self.step_phases = counter(
+            "step_phase_seconds_total", "Time of engine steps by phase; adds up to step_seconds.", "phase"
+        )
         self.loop_lag = histogram("event_loop_lag_seconds", "Delay of a timer on the server's event loop.", _GAP)
         self._engine_counts = {
             "prefix_cache_queries": (self.prefix_queries, 0.0),
@@ -68,6 +80,7 @@ class Metrics:
             self.kv_pages.labels(state)
         for reason in _FINISHED_REASONS:
             self.finished.labels(reason)
+        self._phases = [self.step_phases.labels(phase) for phase in PHASES]
 
     def on_stats(self, values: Mapping[str, Any]) -> None:
         """Take the engine's gauges and counters; unknown keys are left alone."""
@@ -89,25 +102,32 @@ class Metrics:
         self.waiting.set(waiting)
         self._engine_counts = {name: (counter, 0.0) for name, (counter, _) in self._engine_counts.items()}
 
-    def on_step(self, milliseconds: float) -> None:
-        self.step.observe(milliseconds / 1e3)
+    def on_step(self, phases: Sequence[float]) -> None:
+        """Seconds of one step, in the order of PHASES."""
+        self.step.observe(sum(phases))
+        for phase, seconds in zip(self._phases, phases, strict=True):
+            phase.inc(seconds)
 
     def on_tokens(self, count: int, gap_seconds: float) -> None:
         """`count` tokens of one request were delivered, `gap_seconds` after its last ones (0: the first)."""
         self.generation_tokens.inc(count)
         if gap_seconds > 0 and count:
+            self.decode_passes.inc()
+            self.decode_pass_tokens.inc(count)
             each = gap_seconds / count
             for _ in range(count):
                 self.token_gap.observe(each)
 
-    def on_draft(self, drafted_by: Mapping[str, int], accepted: list[str]) -> None:
-        """One target pass: nodes by drafter, and the drafters of the delivered drafts, root side first."""
+    def on_draft(self, drafted_by: Mapping[str, int], accepted: list[str], judged: int) -> None:
+        """One target pass: nodes by drafter, the drafters of the delivered drafts, root side first, and how many positions were judged."""
         self.drafts.inc()
         for name, count in drafted_by.items():
             self.draft_tokens.labels(name).inc(count)
         for position, name in enumerate(accepted):
             self.accepted_tokens.labels(name).inc()
             self.accepted_per_pos.labels(str(position)).inc()
+        for position in range(judged):
+            self.judged_per_pos.labels(str(position)).inc()
 
     def on_end(self, reason: str, figures: Figures, now: float) -> None:
         self.finished.labels(reason).inc()

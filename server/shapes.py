@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 from server.generation import Figures
 from server.ports import Tokenizer
 from spec.request import TokenLogprob
+from spec.stats import PHASES
 
 LOWEST_LOGPROB = -9999.0  # what stands for minus infinity, which JSON cannot carry
 
@@ -32,16 +34,15 @@ def speculation(figures: Sequence[Figures]) -> dict[str, Any]:
     steps = sum(f.steps for f in figures)
     passes = sum(max(0, f.steps - 1) for f in figures)
     tokens = sum(f.completion_tokens - f.first_step_tokens for f in figures)
-    depth = max(len(f.accepted_per_position) for f in figures)
     names = sorted({name for f in figures for name in f.by_drafter})
     return {
         "drafted": sum(f.drafted for f in figures),
         "accepted": sum(f.accepted for f in figures),
         "steps": steps,
         "acceptance_length": round(tokens / passes, 4) if passes else 0.0,
-        "accepted_per_position": [
-            sum(f.accepted_per_position[i] for f in figures if i < len(f.accepted_per_position)) for i in range(depth)
-        ],
+        "drafts": sum(f.drafts for f in figures),
+        "accepted_per_position": _sums([f.accepted_per_position for f in figures]),
+        "judged_per_position": _sums([f.judged_per_position for f in figures]),
         "by_drafter": {
             name: dict(
                 zip(
@@ -55,8 +56,14 @@ def speculation(figures: Sequence[Figures]) -> dict[str, Any]:
     }
 
 
-def timings(figures: Sequence[Figures]) -> dict[str, float]:
-    """Milliseconds from the request's arrival; the rate is of tokens after the first, over the slowest choice."""
+def _sums(lists: Sequence[Sequence[int]]) -> list[int]:
+    return [sum(column) for column in zip_longest(*lists, fillvalue=0)]
+
+
+def timings(figures: Sequence[Figures]) -> dict[str, Any]:
+    """Milliseconds from the request's arrival; the rate is of tokens after the first, over the slowest choice. `phases_ms` are those
+    of the choice whose steps took longest: choices share steps, so their sum would count time twice."""
+    phases = max((f.phase_seconds for f in figures), key=sum)
     decode = max(f.decode_seconds for f in figures)
     tokens = sum(max(0, f.completion_tokens - 1) for f in figures)
     return {
@@ -64,6 +71,7 @@ def timings(figures: Sequence[Figures]) -> dict[str, float]:
         "ttft_ms": round(figures[0].ttft_seconds * 1e3, 3),
         "decode_ms": round(decode * 1e3, 3),
         "tokens_per_second": round(tokens / decode, 2) if decode > 0 else 0.0,
+        "phases_ms": {name: round(seconds * 1e3, 3) for name, seconds in zip(PHASES, phases, strict=True)},
     }
 
 

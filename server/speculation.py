@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 import torch
@@ -14,7 +14,7 @@ from spec.budget import PriceSpeculator
 from spec.calibration import Calibration
 from spec.config import EngineConfig
 from spec.cost_table import CostTable
-from spec.speculator import Speculator, StepRecord
+from spec.speculator import Load, Speculator, StepRecord
 from spec.target import TargetModel
 
 MEASURE_SECONDS = 1.0
@@ -24,27 +24,43 @@ LEARN_FROM = 8  # steps at once
 log = logging.getLogger("forespeak.speculation")
 
 
-def starting_calibration(kept: Path, shipped: Path | None) -> Calibration:
-    """What was learnt here, in `kept`; drafters it does not know start from what ships with them."""
+def starting_calibration(
+    kept: Path, shipped: Path | None, weights: Mapping[str, str] | None = None, not_shipped: Collection[str] = ()
+) -> Calibration:
+    """What was learnt here, in `kept`; drafters it does not know start from what ships with them.
+
+    `weights` name what the drafters are now: what another draft model, or other heads, taught is not theirs. `not_shipped` are
+    drafters that what ships says nothing of."""
     calibration, prior = Calibration(), Calibration()
     calibration.load(kept, log.warning)
+    calibration.claim(weights or {})
     if shipped is not None and prior.load(shipped, log.warning):
         own = calibration.dump()
-        calibration.restore(own | {"drafters": prior.dump()["drafters"] | own["drafters"]})
+        theirs = {name: cells for name, cells in prior.dump()["drafters"].items() if name not in not_shipped}
+        calibration.restore(own | {"drafters": theirs | own["drafters"]})
     return calibration
 
 
 def measured_price_speculator(
-    target: TargetModel, config: EngineConfig, calibration_file: Path, measure: bool, shipped: Path | None = None
+    target: TargetModel, config: EngineConfig, calibration_file: Path, calibration: Calibration, measure: bool
 ) -> Speculator:
     """The price rule over this machine's own pass times. `measure` off leaves the table to be learnt from real steps."""
-    calibration = starting_calibration(calibration_file, shipped)
     costs = CostTable()
     if measure:
-        max_rows = min(64, config.num_pages * config.page_size // 2)
-        costs.measure(lambda *sizes: pass_ms(target, config, *sizes), max_rows=max_rows, seconds=MEASURE_SECONDS)
+        measure_costs(costs, target, config, MEASURE_SECONDS)
     inner = PriceSpeculator(calibration, costs, vocab_size=target.vocab_size, batch=LEARN_FROM)
     return KeptSpeculator(inner, calibration, calibration_file)
+
+
+def measure_costs(costs: CostTable, target: TargetModel, config: EngineConfig, seconds: float) -> None:
+    """Fill the table by passes that fit the model's positions and the store."""
+    room, longest = config.num_pages * config.page_size, target.decoder.shape.max_position
+    costs.measure(
+        lambda *sizes: pass_ms(target, config, *sizes),
+        max_rows=max(1, min(64, room // 2, longest)),
+        max_context=min(room, longest) - 1,
+        seconds=seconds,
+    )
 
 
 def pass_ms(target: TargetModel, config: EngineConfig, rows: int, context: int, sequences: int) -> float:
@@ -59,10 +75,11 @@ def pass_ms(target: TargetModel, config: EngineConfig, rows: int, context: int, 
 
 
 def _inputs(target: TargetModel, config: EngineConfig, rows: int, context: int, sequences: int) -> StepInputs:
-    size, tokens = config.page_size, config.num_pages * config.page_size
+    size = config.page_size
     counts = [rows // sequences + (i < rows % sequences) for i in range(sequences)]
-    per_sequence = min(context // sequences, tokens - max(counts), target.decoder.shape.max_position - max(counts))
-    lens = [max(per_sequence, 0)] * sequences
+    lens = [context // sequences] * sequences
+    if max(lens) + max(counts) > min(config.num_pages * size, target.decoder.shape.max_position):
+        raise ValueError(f"a pass over {rows} rows with {context} keys does not fit the store or the model's positions")
     pages = -(-(max(lens) + max(counts)) // size)
     table = [[(i * pages + j) % config.num_pages for j in range(pages)] for i in range(sequences)]
     positions = [n + i for n, count in zip(lens, counts, strict=True) for i in range(count)]
@@ -93,19 +110,21 @@ def _inputs(target: TargetModel, config: EngineConfig, rows: int, context: int, 
 
 
 class KeptSpeculator:
-    """A speculator whose calibration is written to a file now and then, so that a restart begins where this run ended."""
+    """The price rule, whose calibration is written to a file now and then and at the end, so that a restart begins where this run
+    ended."""
 
     patient = True
 
     def __init__(
-        self, inner: Speculator, calibration: Calibration, path: Path, clock: Callable[[], float] = time.monotonic
+        self, inner: PriceSpeculator, calibration: Calibration, path: Path, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._inner = inner
         self._calibration = calibration
         self._path = path
         self._clock = clock
         self._saved = clock()
-        self.rests, self.passed = inner.rests, inner.passed  # the two that every plain step calls, without a frame between
+        self._learnt = False  # something since it was saved
+        self.rests = inner.rests  # every plain step calls it: without a frame between
         self.budgets, self.admit = inner.budgets, inner.admit
 
     @property
@@ -115,11 +134,26 @@ class KeptSpeculator:
 
     def record(self, step: StepRecord) -> None:
         self._inner.record(step)
-        now = self._clock()
-        if now - self._saved >= SAVE_EVERY_SECONDS:
-            self._saved = now
-            try:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                self._calibration.save(self._path)
-            except OSError as error:
-                log.warning("the calibration cannot be kept in %s: %s", self._path, error.strerror)
+        self._learnt = True
+        self._save_now_and_then()
+
+    def passed(self, steps: int, sequences: int, load: Load, target_ms: float, total_ms: float) -> None:
+        self._inner.passed(steps, sequences, load, target_ms, total_ms)
+        if self._learnt:
+            self._save_now_and_then()
+
+    def close(self) -> None:
+        self._inner.catch_up()
+        if self._learnt:
+            self._save()
+
+    def _save_now_and_then(self) -> None:
+        if self._clock() - self._saved >= SAVE_EVERY_SECONDS:
+            self._save()
+
+    def _save(self) -> None:
+        self._saved, self._learnt = self._clock(), False
+        try:
+            self._calibration.save(self._path)
+        except OSError as error:
+            log.warning("the calibration cannot be kept in %s: %s", self._path, error.strerror)

@@ -2,15 +2,13 @@
 
 Text leaves only when its characters are complete, so no delta ever holds half a character. Bytes that are not UTF-8 and an
 incomplete character at the very end are dropped, streamed or not, so the deltas of any chunking join to `Tokenizer.decode`.
-Every cut is counted in tokens as well: ids, log probabilities and usage end where the visible text ends.
+What is counted of an answer is `server.generation`'s.
 """
 
 from __future__ import annotations
 
 import codecs
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal, Protocol
 
 # How a vocabulary treats the space in front of an answer: a sentencepiece word starts with one that is not text.
@@ -68,11 +66,6 @@ class TextStream:
             text = text.removeprefix(" ")
         return text
 
-    @property
-    def pending(self) -> bool:
-        """Whether bytes of an unfinished character are held."""
-        return bool(self._decoder.getstate()[0])
-
     def finish(self) -> str:
         """The end of the answer: an incomplete character is dropped, so nothing is left to show."""
         self._decoder.reset()
@@ -115,11 +108,6 @@ class StopMatcher:
         self._held = ""
         self.matched: str | None = None
 
-    @property
-    def held(self) -> str:
-        """Text that was taken but not yet shown."""
-        return self._held
-
     def push(self, text: str) -> tuple[str, bool]:
         """(text that is safe to show now, whether a stop string was completed). After a match nothing more is shown."""
         if self.matched is not None:
@@ -140,69 +128,3 @@ class StopMatcher:
         """The end of the answer: held text was a near miss and is shown."""
         held, self._held = self._held, ""
         return held
-
-
-@dataclass(frozen=True, slots=True)
-class Visible:
-    """What one push made visible.
-
-    `tokens` counts the answer's tokens, from its first, whose text is out completely. After a stop string it ends with the
-    token that completed the string: tokens behind it, which an accepted run may have brought along, are not part of the answer.
-    """
-
-    text: str
-    tokens: int
-    stop: str | None = None
-
-
-class AnswerText:
-    """One answer's text: incremental decoding, then stop strings, with tokens counted at the same cuts."""
-
-    def __init__(
-        self,
-        vocabulary: Vocabulary,
-        stops: Sequence[str] = (),
-        *,
-        continuation: bool = False,
-        hidden_ids: frozenset[int] | None = None,
-    ) -> None:
-        self._stream = TextStream(vocabulary, continuation=continuation, hidden_ids=hidden_ids)
-        self._matcher = StopMatcher(stops)
-        self._decoded = 0  # characters out of the decoder
-        self._ends: deque[int] = deque()  # per unfinished token: decoded characters when its text is complete
-        self._tokens = 0
-
-    @property
-    def tokens(self) -> int:
-        return self._tokens
-
-    def push(self, token_ids: Sequence[int], *, stop_token: bool = False) -> Visible:
-        """Take new tokens. With `stop_token` the last one ended the answer (see TokenEvent): counted, never shown."""
-        shown: list[str] = []
-        last = len(token_ids) - 1
-        for index, token_id in enumerate(token_ids):
-            if self._matcher.matched is not None:
-                break
-            text = "" if stop_token and index == last else self._stream.push_one(token_id)
-            self._decoded += len(text)
-            self._ends.append(self._decoded + self._stream.pending)
-            out, matched = self._matcher.push(text)
-            shown.append(out)
-            if matched:
-                self._count_all()
-        if self._matcher.matched is None:
-            visible = self._decoded - len(self._matcher.held)
-            while self._ends and self._ends[0] <= visible:
-                self._ends.popleft()
-                self._tokens += 1
-        return Visible("".join(shown), self._tokens, self._matcher.matched)
-
-    def finish(self) -> Visible:
-        """The answer is over: held text is released, an incomplete character dropped, every token counted."""
-        if self._matcher.matched is None:
-            self._count_all()
-        return Visible(self._stream.finish() + self._matcher.finish(), self._tokens, self._matcher.matched)
-
-    def _count_all(self) -> None:
-        self._tokens += len(self._ends)
-        self._ends.clear()

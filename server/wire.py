@@ -42,10 +42,10 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class Events(msgspec.Struct, frozen=True, tag="events"):
-    """Everything one step produced."""
+    """Everything one step produced, and its seconds by phase (spec.stats.PHASES). No phases: nothing was run."""
 
     events: tuple[TokenEvent, ...]
-    step_ms: float
+    phases: tuple[float, ...] = ()
 
 
 class Stats(msgspec.Struct, frozen=True, tag="stats"):

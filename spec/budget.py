@@ -256,9 +256,13 @@ class PriceSpeculator:
             self._record_interest(step, decided)
         self._unread.append((step, decided))
         if len(self._unread) >= self._batch or any(outcome.finished for outcome in step.outcomes):
-            unread, self._unread = self._unread, []
-            for earlier in unread:
-                self._read(*earlier)
+            self.catch_up()
+
+    def catch_up(self) -> None:
+        """Learn from the steps that wait to be learnt from at once."""
+        unread, self._unread = self._unread, []
+        for earlier in unread:
+            self._read(*earlier)
 
     def _read(self, step: StepRecord, decided: _Step | None) -> None:
         for outcome in step.outcomes:

@@ -13,7 +13,7 @@ import json
 import math
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +110,7 @@ class Calibration:
         self._drafters: dict[str, _Drafter] = {}
         self._cache: dict[tuple[str, int, int, int, bool], float] = {}
         self._since_clear = 0
+        self._weights: dict[str, str] = {}  # by drafter, what names the weights its counts were made with
 
     def chance(self, drafter: str, depth: int, rank: int, confidence: float, *, greedy: bool) -> float:
         """P(accepted | parent accepted) of such a node; confidence below 0 (UNKNOWN): the mean over all confidences."""
@@ -154,6 +155,14 @@ class Calibration:
             for name, (rank, bin_) in zip(tree.sources[node], tree.origins[node], strict=True):
                 self.observe(name, tree.depths[node], rank, bin_, greedy=greedy, accepted=accepted)
 
+    def claim(self, weights: Mapping[str, str]) -> None:
+        """These drafters have these weights now. What was learnt of one that had others is forgotten."""
+        for name, identity in weights.items():
+            if self._weights.get(name) != identity:
+                self._drafters.pop(name, None)
+                self._weights[name] = identity
+        self._cache.clear()
+
     # --- persistence -------------------------------------------------------------------------------------------------
 
     def dump(self) -> dict[str, Any]:
@@ -161,6 +170,7 @@ class Calibration:
         return {
             "format": FORMAT,
             "edges": list(EDGES),
+            "weights": dict(sorted(self._weights.items())),
             "drafters": {
                 name: {
                     label: [[i, round(n, 3), round(h, 3)] for i, (n, h) in enumerate(zip(lv.seen, lv.hits, strict=True)) if n]
@@ -175,6 +185,7 @@ class Calibration:
         try:
             if data["format"] != FORMAT or tuple(data["edges"]) != EDGES:
                 raise ValueError("another format or other confidence bins")
+            weights = {str(name): str(identity) for name, identity in data.get("weights", {}).items()}
             loaded: dict[str, _Drafter] = {}
             for name, levels in data["drafters"].items():
                 table = loaded[str(name)] = _Drafter()
@@ -187,6 +198,7 @@ class Calibration:
                         level.seen[cell], level.hits[cell] = float(seen), float(hits)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a calibration: {error!r}") from error
+        self._weights = weights
         self._drafters = dict(list(loaded.items())[: self._max_drafters])
         self._cache.clear()
 

@@ -8,12 +8,17 @@ counts and committed keys are all cut at that place.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from spec.accept import Acceptance
+from spec.errors import RequestError
 from spec.plan import PlanRow
 from spec.request import FinishReason, StepCounts, TokenEvent, TokenLogprob
 from spec.sequence import Phase, Sequence
-from spec.tree import DraftTree
+from spec.tree import ROOT, DraftTree
+
+if TYPE_CHECKING:  # the parser behind it is loaded only where grammars are used
+    from spec.grammar import GrammarState
 
 _NO_COUNTS = StepCounts()
 
@@ -52,20 +57,31 @@ def commit(
             del run[count:]
             break
     error = acceptance.error if reason is None else None  # what failed behind the end was never asked for
+    if sequence.grammar is not None and (failed := _follow(sequence.grammar, run)) is not None:
+        error = failed
     if error is not None:
         reason = "error"
     sequence.token_ids += run
-    if sequence.grammar is not None:
-        sequence.grammar.advance(run)
     # Keys exist for the known tokens and the path; the newest token stays the pending root. Where the target said nothing (an
     # error), the keys of this step are as doubtful as its scores and are not committed.
     sequence.num_kv = len(sequence.token_ids) - 1 if run else row.num_kv
     if acceptance.path:
-        _compact(acceptance.path[: sequence.num_kv - length], length, row.page_ids, page_size, moves)
+        _compact(acceptance.path[: max(sequence.num_kv - length, 0)], length, row.page_ids, page_size, moves)
     if sequence.phase is Phase.PREFILL:
         sequence.move_to(Phase.DECODE)
     sequence.finish_reason = reason
     return _event(sequence, tree, acceptance, run, error.code if error else None, str(error) if error else None)
+
+
+def _follow(grammar: GrammarState, run: list[int]) -> RequestError | None:
+    """Move the grammar along the run, and cut the run before a token at which the grammar fails: plain decoding ends there too."""
+    for count, token in enumerate(run):
+        try:
+            grammar.advance((token,))
+        except RequestError as error:
+            del run[count:]
+            return error
+    return None
 
 
 def failure(sequence: Sequence, message: str, code: str) -> TokenEvent:
@@ -108,7 +124,7 @@ def _event(
         sources=sources,
         logprobs=logprobs,
         prompt_logprobs=prompt,
-        counts=_counts(tree, sources[:accepted]) if tree.token_ids else _NO_COUNTS,
+        counts=_counts(tree, acceptance.path, sources[:accepted], len(run)) if tree.token_ids else _NO_COUNTS,
         started=first,
         cached_tokens=sequence.cached_tokens if first else 0,
         queue_seconds=(sequence.scheduled_at or sequence.arrived_at) - sequence.arrived_at if first else 0.0,
@@ -119,11 +135,14 @@ def _event(
     )
 
 
-def _counts(tree: DraftTree, accepted_sources: tuple[str, ...]) -> StepCounts:
+def _counts(tree: DraftTree, path: tuple[int, ...], accepted_sources: tuple[str, ...], delivered: int) -> StepCounts:
     drafted_by: dict[str, int] = {}
     accepted_by: dict[str, int] = {}
     for names in tree.sources:
         drafted_by[names[0]] = drafted_by.get(names[0], 0) + 1
     for name in accepted_sources:
         accepted_by[name] = accepted_by.get(name, 0) + 1
-    return StepCounts(len(tree), len(accepted_sources), drafted_by, accepted_by)
+    accepted = len(accepted_sources)
+    # Drafts below the last accepted node were refused, if the target's own token there was delivered.
+    refused = delivered > accepted and (path[-1] if path else ROOT) in tree.parents
+    return StepCounts(len(tree), accepted, drafted_by, accepted_by, accepted + refused)

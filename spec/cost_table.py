@@ -4,9 +4,11 @@ to know tokens, chances and drafters' insides.
     T = base(rows) + context * per_key + (sequences - 1) * per_sequence      one pass of the target
     step = T + overhead(sequences)                                           what else a step costs, drafting apart
 
-`base` is a monotone piecewise-linear curve over GRID. Start-up measures it; every real step then moves it a little, most at
-the step's own size. Errors are relative and clipped at a few times their usual spread, so that a stall of the machine
-counts like an ordinary slow step, and a machine that did become slower is followed within some tens of steps.
+`base` is a monotone piecewise-linear curve over GRID. Start-up measures all three terms; every real step then moves them a
+little, the curve most at the step's own size. What a step took beyond expectation is shared out by the squares of what the terms
+are expected to hold (normalised least mean squares); a slope that is zero counts as a small one there, so it can grow. Errors are
+relative and clipped at a few times their usual spread, so that a stall of the machine counts like an ordinary slow step, and a
+machine that did become slower is followed within some tens of steps.
 """
 
 from __future__ import annotations
@@ -20,8 +22,11 @@ from statistics import median
 # One past a power of two stands in the grid too: kernels work in tiles, and the first row of a new tile costs more than the next ones.
 GRID = (1, 2, 3, 4, 5, 6, 8, 9, 10, 12, 16, 17, 20, 24, 32, 33, 40, 48, 64, 65, 96, 128, 192, 256, 384, 512, 1024)
 _MEASURED = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 17, 20, 24, 32, 33, 48, 64, 128, 256)  # sizes tried at start-up, while time lasts
-_CONTEXT = 1024  # keys of the pass that tells the cost of context
-_RATE = 0.04  # share of a (clipped) relative error that the curve takes over at the step's own size
+_CONTEXT = 1024  # keys of the pass that tells the cost of context, where so many fit
+# What the slopes count as at least when an error is shared out: so many keys as much as one row's pass, and a sequence this share
+# of a row.
+_KEYS, _SEQUENCE = 16_384, 0.25
+_RATE = 0.04  # share of a (clipped) error that the terms take over together, the curve at the step's own size
 _FAR = 0.25  # of which far sizes take this share: a slower clock slows every size
 _NEAR = 0.6  # and near ones this, or two sizes beside each other could not grow apart
 _REACH = 0.6  # the rest fades until sizes differ by 1 + this factor
@@ -105,14 +110,20 @@ class CostTable:
         pass_ms: PassMs,
         *,
         max_rows: int = 64,
+        max_context: int = _CONTEXT,
         seconds: float = 3.0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Fill the table by running passes, at most about `seconds` in all. Small sizes, which matter most, come first."""
+        """Fill the table by running passes. Small sizes, which matter most, come first.
+
+        No pass begins that would end after `seconds` if it took twice the longest one so far; one of a size that was run before is
+        expected to take what it took. So only a surprise ends later, and nothing is run after it. The first pass of all is always run.
+        """
         deadline = clock() + seconds
         sizes = [rows for rows in _MEASURED if rows <= max_rows] or [1]
         taken: dict[tuple[int, int, int], list[float]] = {}
-        wanted = [(rows, 0, 1) for rows in sizes] + [(1, _CONTEXT, 1), (max(sizes[-1] // 4, 1), 0, max(sizes[-1] // 4, 1))]
+        each = max(sizes[-1] // 4, 1)
+        wanted = [(rows, 0, 1) for rows in sizes] + [(1, min(_CONTEXT, max_context), 1), (each, 0, each)]
         for repeat in range(6):
             for key in wanted:
                 slow = max(taken[key]) if key in taken else 2.0 * max((max(v) for v in taken.values()), default=0.0)
@@ -133,7 +144,7 @@ class CostTable:
         self._scale = 1.0
         self._known = True
         for (rows, context, sequences), ms in taken.items():
-            extra = max(1e-6, ms - self._curve(rows))
+            extra = max(0.0, ms - self._curve(rows))
             if context:
                 self._per_key = extra / context
             elif sequences > 1:
@@ -156,9 +167,19 @@ class CostTable:
         bound = max(0.05, 3.0 * self._spread)
         error = min(max(error, -bound), bound)
         self._spread = min(0.3, self._spread + 0.05 * (abs(error) - self._spread))
-        self._shift(rows, error)
-        self._per_key *= 1.0 + 0.5 * _RATE * error * min(1.0, context * self._per_key / expected)
-        self._per_sequence *= 1.0 + 0.5 * _RATE * error * min(1.0, (sequences - 1) * self._per_sequence / expected)
+        self._share_out(rows, context, sequences, error * expected)
+
+    def _share_out(self, rows: int, context: int, sequences: int, missing: float) -> None:
+        """Let the three terms take over their parts of `missing` milliseconds."""
+        base, others = self._curve(rows), sequences - 1
+        in_keys = context * max(self._per_key, self._curve(1) / _KEYS)
+        in_others = others * max(self._per_sequence, _SEQUENCE * base / rows)
+        share = missing / (base * base + in_keys * in_keys + in_others * in_others)
+        self._shift(rows, share * base)
+        if context:
+            self._per_key = max(0.0, self._per_key + _RATE * share * in_keys * in_keys / context)
+        if others:
+            self._per_sequence = max(0.0, self._per_sequence + _RATE * share * in_others * in_others / others)
 
     def _shift(self, rows: int, error: float) -> None:
         """Move the curve at `rows`, and the rest of it less the farther it is."""

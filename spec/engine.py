@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -25,6 +26,9 @@ from spec.target import TargetModel
 
 if TYPE_CHECKING:  # the parser behind it is loaded only where grammars are used
     from spec.grammar import GrammarState
+
+
+log = logging.getLogger(__name__)
 
 
 class GrammarMaker(Protocol):
@@ -79,6 +83,7 @@ class Engine:
             clock=clock,
             stats=self._stats,
         )
+        self._close = getattr(speculator, "close", None)  # of spec.speculator.Keeping
         self._events: list[TokenEvent] = []  # said between steps, delivered by the next one
         self._ordinal = 0
 
@@ -116,7 +121,7 @@ class Engine:
         """Run one step and return everything said since the last one. With nothing to do it returns at once."""
         core, stats = self._core, self._stats
         began = self._clock()
-        spent = sum(stats.phase_seconds.values())
+        stats.step_phases = ()
         events, self._events = self._events, []
         plan = core.scheduler.plan(began)
         for seq_id in plan.preempted:
@@ -127,9 +132,21 @@ class Engine:
             if not sequence.recomputing:
                 stats.prompt_tokens += sequence.prompt_len
         if plan.rows:
-            events += speculative_step(core, plan)
-            stats.end_step(self._clock() - began, spent)
+            events += speculative_step(core, plan, began)
         return events
+
+    @property
+    def step_phases(self) -> tuple[float, ...]:
+        """Seconds of the latest step by phase, in the order of spec.stats.PHASES; () when it had nothing to run."""
+        return self._stats.step_phases
+
+    def close(self) -> None:
+        """The engine's owner is done with it: what was learnt is kept for the next one."""
+        if self._close is not None:
+            try:
+                self._close()
+            except Exception:
+                log.exception("what was learnt in this run could not be kept")
 
     def has_work(self) -> bool:
         """True while a step would do or say something."""
@@ -161,6 +178,7 @@ class Engine:
             "spec_decode_num_draft_tokens": dict(stats.drafted),
             "spec_decode_num_accepted_tokens": dict(stats.accepted),
             "spec_decode_num_accepted_tokens_per_pos": list(stats.accepted_per_position),
+            "spec_decode_num_judged_per_pos": list(stats.judged_per_position),
             "drafter_seconds": dict(core.team.seconds),
             "drafter_faults": dict(core.team.faults),
             "speculator_faults": core.team.speculator_faults,

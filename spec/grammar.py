@@ -142,7 +142,7 @@ class GrammarCompiler:
         """The state before the answer's first token. Raises RequestError for a source that is wrong, too large or too hard."""
         with self._lock:
             matcher = self._compiled.get(spec)
-            if matcher is None:
+            if matcher is None or not _begins(matcher):
                 matcher = self._build(spec)
                 self._compiled[spec] = matcher
                 if len(self._compiled) > CACHED:
@@ -172,12 +172,23 @@ class GrammarCompiler:
             raise _refused(spec, str(error)) from None
         matcher = LLMatcher(self._vocabulary(), grammar, log_level=0, limits=self._limits)
         if not matcher.is_error():
-            probe = matcher.deep_copy()
-            probe.compute_bitmask()  # some faults (a schema that only refers to itself) show at the first mask
+            probe = _first_mask(matcher)  # some faults (a schema that only refers to itself) show at the first mask
             matcher = probe if probe.is_error() else matcher
         if matcher.is_error():
             raise _refused(spec, matcher.get_error())
         return matcher
+
+
+def _first_mask(matcher: LLMatcher) -> LLMatcher:
+    probe = matcher.deep_copy()
+    probe.compute_bitmask()
+    return probe
+
+
+def _begins(matcher: LLMatcher) -> bool:
+    """Whether a kept grammar still works. All its forks share one automaton, built as texts need it: when requests together have
+    brought it to its limit, a new one is due."""
+    return not _first_mask(matcher).is_error()
 
 
 def check(matcher: LLMatcher) -> None:

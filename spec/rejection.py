@@ -10,7 +10,8 @@ Chains of drawn nodes use block verification (Sun et al. 2024), which accepts at
 Siblings are distinct tokens (drafts are merged by prefix). A sibling that is there says the draw before it was another
 token, so every earlier sibling is removed from q. The order of siblings, which nodes are there, and whether the tree is a
 chain must not depend on the drawn tokens: order by draw, prune by what is known at the parent. A caller that cannot promise
-this leaves `draft_probs` empty: testing a node as a point mass is right for any token chosen without the target's noise.
+this leaves `draft_probs` empty: testing a node as a point mass is right for any token chosen without the noise that tests it. An
+answer that this rule gave before is such noise to a request with the same seed, so no drafter may keep it for other requests.
 """
 
 from __future__ import annotations

@@ -78,6 +78,7 @@ class StepCounts(msgspec.Struct, frozen=True, array_like=True):
     accepted: int = 0
     drafted_by: dict[str, int] = {}
     accepted_by: dict[str, int] = {}
+    judged: int = 0  # positions at which the target's token was held against drafts: the accepted, and the refused one if any
 
 
 class TokenEvent(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -70,3 +70,10 @@ class Patient(Speculator, Protocol):
     """A speculator for whom drafters may look less often than in every step, where looks come to nothing."""
 
     patient: bool
+
+
+class Keeping(Speculator, Protocol):
+    """A speculator that keeps what it learnt for the next run."""
+
+    def close(self) -> None:
+        """The engine ends. Called once or never; a fault costs what was learnt since it was last kept."""

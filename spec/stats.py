@@ -19,6 +19,7 @@ PHASES = ("draft", "verify", "accept", "commit", "other")
 class EngineStats:
     steps: int = 0
     last_step_seconds: float = 0.0
+    step_phases: tuple[float, ...] = ()  # seconds of the latest step in the order of PHASES; () = it had nothing to run
     phase_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     prompt_tokens: int = 0  # of requests that started, counted once
     generation_tokens: int = 0  # delivered
@@ -29,6 +30,8 @@ class EngineStats:
     drafted: Counter[str] = field(default_factory=Counter)  # nodes by credited drafter
     accepted: Counter[str] = field(default_factory=Counter)
     accepted_per_position: list[int] = field(default_factory=lambda: [0] * MAX_NODES)  # [i] = delivered at depth i + 1
+
+    judged_per_position: list[int] = field(default_factory=lambda: [0] * MAX_NODES)  # of those and of refused ones
 
     def count(self, event: TokenEvent, tree: DraftTree, decoding: bool) -> None:
         """One sequence's share of one step."""
@@ -47,10 +50,18 @@ class EngineStats:
                 self.accepted[name] += nodes
             for depth in range(counts.accepted):
                 self.accepted_per_position[depth] += 1
+            for depth in range(counts.judged):
+                self.judged_per_position[depth] += 1
 
-    def end_step(self, seconds: float, spent_before: float) -> None:
-        """Wall time of one step; what no phase claimed since `spent_before` goes to "other"."""
+    def end_step(self, seconds: float, draft: float, verify: float, accept: float, commit: float) -> None:
+        """Wall time of one step, and of its phases; what none of them claims goes to "other"."""
         self.steps += 1
         self.last_step_seconds = seconds
-        claimed = sum(self.phase_seconds.values()) - spent_before
-        self.phase_seconds["other"] += max(seconds - claimed, 0.0)
+        other = max(seconds - draft - verify - accept - commit, 0.0)
+        self.step_phases = (draft, verify, accept, commit, other)
+        spent = self.phase_seconds
+        spent["draft"] += draft
+        spent["verify"] += verify
+        spent["accept"] += accept
+        spent["commit"] += commit
+        spent["other"] += other

@@ -50,8 +50,8 @@ class Core:
     sequences: dict[int, EngineSequence] = field(default_factory=dict)  # every unfinished one, by id
 
 
-def speculative_step(core: Core, plan: StepPlan) -> list[TokenEvent]:
-    """Run the plan's rows through the target once and return what its sequences said."""
+def speculative_step(core: Core, plan: StepPlan, planned: float) -> list[TokenEvent]:
+    """Run the plan's rows through the target once and return what its sequences said. `planned`: when the step began to be planned."""
     clock = core.clock
     began = clock()
     sequences = [core.sequences[row.seq_id] for row in plan.rows]
@@ -92,11 +92,13 @@ def speculative_step(core: Core, plan: StepPlan) -> list[TokenEvent]:
 
     _give_back(core, sequences)
     done = clock()
-    spent = core.stats.phase_seconds
-    spent["draft"] += proposed - began + observed - committed
-    spent["verify"] += verified - proposed
-    spent["accept"] += accepted - verified
-    spent["commit"] += committed - accepted + done - observed
+    core.stats.end_step(
+        done - planned,
+        draft=proposed - began + observed - committed,
+        verify=verified - proposed,
+        accept=accepted - verified,
+        commit=committed - accepted + done - observed,
+    )
     return events
 
 

@@ -319,15 +319,51 @@ def test_any_record_leaves_it_monotone_and_positive(steps: list[tuple[int, int, 
     assert 0.0 < values[0] < math.inf
 
 
-def test_start_up_keeps_to_its_time() -> None:
-    now = [0.0]
+def measuring(ms: Callable[[int, int], float], seconds: float, max_rows: int = 256) -> tuple[float, list[tuple[int, float]]]:
+    """What start-up takes on a clock that only passes move, and every pass as (rows, seconds). `ms` is told rows and how many passes
+    came before."""
+    passes: list[tuple[int, float]] = []
 
-    def slow(rows: int, context: int, sequences: int) -> float:
-        now[0] += 0.02 * rows
-        return 20.0 * rows
+    def one(rows: int, context: int, sequences: int) -> float:
+        took = ms(rows, len(passes))
+        passes.append((rows, took * 1e-3))
+        return took
 
-    CostTable().measure(slow, max_rows=256, seconds=3.0, clock=lambda: now[0])
-    assert now[0] < 4.0
+    CostTable().measure(one, max_rows=max_rows, seconds=seconds, clock=lambda: sum(took for _, took in passes))
+    return sum(took for _, took in passes), passes
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    first=st.floats(0.001, 400.0),
+    slope=st.floats(0.0, 1.0),
+    seconds=st.sampled_from([0.5, 1.0, 3.0]),
+    max_rows=st.integers(1, 300),
+)
+def test_start_up_keeps_to_its_time(first: float, slope: float, seconds: float, max_rows: int) -> None:
+    """Machines on which a row costs nothing up to as much as the first one: not a moment longer than asked."""
+    took, passes = measuring(lambda rows, before: first * (1.0 + slope * (rows - 1)), seconds, max_rows)
+    assert took <= seconds
+    assert passes
+    dearest = 1e-3 * first * (1.0 + slope * max_rows)
+    if 6 * 2 * 21 * dearest < seconds:  # nor is a quick machine looked at once only
+        assert len(passes) > 6 * len({rows for rows, _ in passes})
+
+
+@pytest.mark.parametrize("at", range(0, 31, 3))
+def test_a_surprise_at_start_up_costs_its_own_time_only(at: int) -> None:
+    """A kernel that is compiled, or a stall of two seconds, at any pass: nothing begins after the time is over."""
+    took, passes = measuring(lambda rows, before: 2000.0 if before == at else 20.0 + rows, seconds=1.0)
+    assert len(passes) > at
+    assert took <= 1.0 + 2.0
+    began = took - passes[-1][1]
+    assert began <= 1.0
+
+
+def test_a_target_slower_than_the_time_for_measuring_is_run_once() -> None:
+    took, passes = measuring(lambda rows, before: 5000.0 * rows, seconds=1.0)
+    assert passes == [(1, 5.0)]
+    assert took == 5.0
 
 
 def test_costs_follow_the_machine_and_shrug_off_stalls() -> None:
@@ -342,6 +378,55 @@ def test_costs_follow_the_machine_and_shrug_off_stalls() -> None:
     assert costs.pass_ms(64, 0, 1) > 1.2 * linear(64)  # never seen, but the clock is the same
     assert costs.overhead_ms(1) == pytest.approx(0.2, rel=0.5)
     assert costs.overhead_ms(64) == costs.overhead_ms(1)
+
+
+@pytest.mark.parametrize("start", [0.0, 5e-3], ids=["from zero", "from ten times too much"])
+def test_the_cost_of_context_is_learnt(start: float) -> None:
+    """Start-up saw nothing, or far too much: its probe was short, and a stall or a lucky pass is all it takes."""
+    rng, true = random.Random(8), 5e-4
+    costs = table(linear, per_key=start)
+    for _ in range(400):
+        context = rng.choice([20_000, 20_000, 300])  # 20,000 keys cost 10 ms here, a row's pass 2.5
+        costs.record(1, context, 1, (linear(1) + true * context) * rng.uniform(0.95, 1.05), 0.0)
+    assert costs.pass_ms(1, 20_000, 1) == pytest.approx(linear(1) + 10.0, rel=0.1)
+    assert costs.pass_ms(1, 0, 1) == pytest.approx(linear(1), rel=0.25)
+    for _ in range(800):  # and another kernel makes them all but free
+        costs.record(1, rng.choice([20_000, 300]), 1, linear(1) * rng.uniform(0.95, 1.05), 0.0)
+    assert costs.pass_ms(1, 20_000, 1) == pytest.approx(linear(1), rel=0.15)
+
+
+def test_context_that_is_always_long_does_not_make_rows_dear() -> None:
+    costs = table(linear)
+    for _ in range(400):
+        costs.record(1, 20_000, 1, linear(1) + 10.0, 0.0)
+    assert costs.pass_ms(1, 20_000, 1) == pytest.approx(linear(1) + 10.0, rel=0.05)
+    assert sum(costs.row_ms(1, 1)) < 2.0 * 0.5
+
+
+def test_the_cost_of_sequences_is_learnt_from_zero_and_unlearnt() -> None:
+    rng = random.Random(9)
+    costs = table(linear)
+    for each in (0.2, 0.0):
+        for _ in range(1500):
+            rows = rng.choice([16, 32, 64])
+            sequences = rows if rng.random() < 0.5 else 1
+            costs.record(rows, 0, sequences, (linear(rows) + each * (sequences - 1)) * rng.uniform(0.95, 1.05), 0.0)
+        for rows in (16, 64):
+            assert costs.pass_ms(rows, 0, rows) == pytest.approx(linear(rows) + each * (rows - 1), rel=0.1)
+            assert costs.pass_ms(rows, 0, 1) == pytest.approx(linear(rows), rel=0.15)
+
+
+def test_the_probe_of_context_stays_within_what_fits() -> None:
+    asked: list[int] = []
+
+    def one(rows: int, context: int, sequences: int) -> float:
+        asked.append(context)
+        return linear(rows) + 1e-3 * context
+
+    costs = CostTable()
+    costs.measure(one, max_context=400, seconds=60.0, clock=lambda: 0.0)
+    assert max(asked) == 400
+    assert costs.pass_ms(1, 1000, 1) == pytest.approx(linear(1) + 1.0)
 
 
 def test_an_unmeasured_table_takes_its_scale_from_the_first_step() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -115,3 +117,41 @@ def test_bad_usage_is_one_clear_error(tmp_path: Path, model: Path, arguments: li
     assert result.exit_code != 0
     assert isinstance(result.exception, ForespeakError)  # main() prints it as one line and exits 2
     assert said in str(result.exception)
+
+
+def with_other_tokens(folder: Path, kind: str) -> Path:
+    """The checkpoint with two tokens changed for each other, or with its last merge gone."""
+    file = folder / "tokenizer.json"
+    text = json.loads(file.read_text())
+    words = text["model"]["vocab"]
+    first, last = "a", max(words, key=lambda word: words[word])
+    if kind == "swapped":
+        words[first], words[last] = words[last], words[first]
+    else:
+        del words[last]
+        text["model"]["merges"].pop()
+    file.write_text(json.dumps(text))
+    return folder
+
+
+@pytest.mark.parametrize(("kind", "said"), [("swapped", "512 tokens) of the same size"), ("smaller", "511 tokens")])
+def test_a_draft_model_with_other_tokens_is_refused_by_both_names(tmp_path: Path, model: Path, kind: str, said: str) -> None:
+    """SD-10: one line that names both, before anything is loaded; exit code 2."""
+    other = with_other_tokens(write_rand_checkpoint(tmp_path / "other", seed=1), kind)
+    arguments = ["generate", str(model), "--prompt", "x", "--drafters", f"model:{other}", "--backend", "reference"]
+    done = subprocess.run(
+        [sys.executable, "-m", "server.cli", *arguments, "--cache-dir", str(tmp_path / "cache")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 2
+    line = done.stderr.strip().splitlines()[-1]
+    assert line.startswith("forespeak: the draft model's tokenizer (other, ")
+    assert f"({model.name}, 512 tokens)" in line
+    assert said in line
+    assert "Traceback" not in done.stderr
+    same = write_rand_checkpoint(tmp_path / "same", seed=1)
+    fine = run(tmp_path, model, "generate", "--prompt", "x", "--max-tokens", 4, "--drafters", f"model:{same}")
+    assert fine.exit_code == 0, fine.output

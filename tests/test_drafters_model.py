@@ -8,10 +8,8 @@ import toy
 from drafting import GREEDY, Pool, View, budget, drive, paths
 
 from drafters.model import ModelDrafter
-from drafters.vocabulary import check_vocabulary
 from kernels.batch import KVTensors, StepInputs
 from kernels.decoder import Decoder, DecoderOutput
-from spec.errors import ConfigError
 from spec.request import SamplingParams, SpeculationPolicy
 from spec.tree import Proposal
 
@@ -318,11 +316,3 @@ def test_other_requests_get_certain_proposals() -> None:
     for proposal in drafter.propose(views, [budget(), budget()]):
         assert proposal.token_ids
         assert proposal.draft_probs is None
-
-
-def test_another_tokenizer_is_refused_by_both_names() -> None:
-    check_vocabulary("big", 512, "abc", "small", 512, "abc")
-    check_vocabulary("big", 512, "abc", "small", 512, "")
-    for size, digest in ((500, "abc"), (512, "abd")):
-        with pytest.raises(ConfigError, match=r"small.*big"):
-            check_vocabulary("big", 512, "abc", "small", size, digest)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from text_kit import byte_folder
+from text_kit import answer_of, byte_folder, say
 
-from server.text import AnswerText, StopMatcher
+from server.text import StopMatcher
 from server.tokenizer import Tokenizer, load_tokenizer
 
 TEXT = "alpha beta gamma delta epsilon zeta eta theta"
@@ -52,7 +52,6 @@ def test_ts03_visible_text_is_what_precedes_the_match(stops: list[str], visible:
 def test_near_miss_is_held_and_then_released() -> None:
     matcher = StopMatcher(["STOP"])
     assert matcher.push("no ST") == ("no ", False)
-    assert matcher.held == "ST"
     assert matcher.push("ART") == ("START", False)
     assert matcher.push("STO") == ("", False)
     assert matcher.finish() == "STO"
@@ -98,31 +97,31 @@ def test_every_chunking_cuts_at_the_same_place(text: str, stops: list[str], cuts
     assert (shown, stopped) == expected(text, stops)
 
 
+# --- the same in an answer: what is shown, and what is counted ---------------------------------------------------------
+
+
 @pytest.mark.parametrize("size", [1, 2, 5, 64])
 def test_ts03_tokens_behind_the_stop_string_are_no_part_of_the_answer(tokenizer: Tokenizer, size: int) -> None:
     """One token a step or accepted runs of any length: the same text, the same token count."""
     ids = list(b"one two END three")
-    answer, text, seen = AnswerText(tokenizer, ["two END"]), "", []
+    answer, text, tokens = answer_of(tokenizer, ["two END"]), "", 0
     for start in range(0, len(ids), size):
-        shown = answer.push(ids[start : start + size])
-        text += shown.text
-        seen.append(shown.tokens)
-        if shown.stop:
+        piece = say(answer, ids[start : start + size])
+        text += piece.text
+        tokens += len(piece.token_ids)
+        if answer.ended:
             break
-    last = answer.finish()
-    assert (text + last.text, last.tokens, last.stop) == ("one ", len("one two END"), "two END")
-    assert seen == sorted(seen)
+    assert (text, tokens, answer.finish_reason) == ("one ", len("one two END"), "stop")
+    assert answer.figures.completion_tokens == tokens
 
 
-def test_held_tokens_are_counted_when_released(tokenizer: Tokenizer) -> None:
-    answer = AnswerText(tokenizer, ["STOP"])
-    shown = answer.push(list(b"an ST"))
-    assert (shown.text, shown.tokens) == ("an ", 3)
-    shown = answer.push(list(b"x"))
-    assert (shown.text, shown.tokens) == ("STx", 6)
-    answer.push(list(b"STO"))
-    last = answer.finish()
-    assert (last.text, last.tokens, last.stop) == ("STO", 9, None)
+def test_held_text_is_released_and_its_tokens_were_counted_when_they_came(tokenizer: Tokenizer) -> None:
+    answer = answer_of(tokenizer, ["STOP"])
+    assert say(answer, list(b"an ST")).text == "an "
+    assert answer.figures.completion_tokens == 5
+    assert say(answer, list(b"x")).text == "STx"
+    last = say(answer, list(b"STO"), finish_reason="length")
+    assert (last.text, answer.figures.completion_tokens, answer.finish_reason) == ("STO", 9, "length")
 
 
 @settings(max_examples=200, deadline=None)
@@ -136,14 +135,15 @@ def test_text_and_count_do_not_depend_on_the_chunking(
 ) -> None:
     results = []
     for sizes in ([1] * len(data), [*cuts, len(data) or 1]):
-        answer, text, start = AnswerText(tokenizer, stops), "", 0
+        answer, text, start, counted = answer_of(tokenizer, stops), "", 0, 0
         for size in sizes:
-            shown = answer.push(list(data[start : start + size]))
-            text += shown.text
+            piece = say(answer, list(data[start : start + size]))
+            text += piece.text
+            counted += len(piece.token_ids)
             start += size
-            assert text == "" or shown.tokens <= len(data)
-        last = answer.finish()
-        results.append((text + last.text, last.tokens, last.stop))
+        text += say(answer, [], finish_reason="length").text
+        assert counted == answer.figures.completion_tokens <= len(data)
+        results.append((text, counted, answer.finish_reason))
     assert results[0] == results[1]
-    if results[0][2] is None:
+    if results[0][2] == "length":
         assert results[0][1] == len(data)

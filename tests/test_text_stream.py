@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from text_kit import byte_folder, sentencepiece_folder, sentencepiece_vocabulary
+from text_kit import answer_of, byte_folder, say, sentencepiece_folder, sentencepiece_vocabulary
 from tokenizers import Tokenizer as Library
 
-from server.text import AnswerText, TextStream
+from server.text import TextStream
 from server.tokenizer import Tokenizer, load_tokenizer
 
 SPLIT_TEXTS = (
@@ -128,25 +128,23 @@ def test_ts04_text_that_goes_on_after_a_prompt_keeps_its_space(tmp_path: Path) -
 
 def test_control_and_end_tokens_are_counted_and_never_shown(byte_tokenizer: Tokenizer) -> None:
     ids = [*b"one", 257, *b" two", 258]
-    answer = AnswerText(byte_tokenizer)
-    shown = answer.push(ids)
-    assert (shown.text, shown.tokens) == ("one two", len(ids))
+    answer = answer_of(byte_tokenizer)
+    piece = say(answer, ids)
+    assert (piece.text, piece.token_ids, answer.figures.completion_tokens) == ("one two", ids, len(ids))
     assert byte_tokenizer.decode(ids, skip_special=False) == "one<|im_start|> two<|im_end|>"
 
 
-def test_tokens_are_counted_when_their_last_character_is_out(byte_tokenizer: Tokenizer) -> None:
-    answer = AnswerText(byte_tokenizer)
-    counts = [answer.push([byte]).tokens for byte in "a你b".encode()]
-    assert counts == [1, 1, 1, 4, 5]
-    assert answer.push(list(b"\xe4")).tokens == 5
-    last = answer.finish()
-    assert (last.text, last.tokens) == ("", 6)
+def test_a_character_is_shown_with_its_last_token_and_half_of_one_never(byte_tokenizer: Tokenizer) -> None:
+    answer = answer_of(byte_tokenizer)
+    assert [say(answer, [byte]).text for byte in "a你b".encode()] == ["a", "", "", "你", "b"]
+    last = say(answer, list(b"\xe4"), finish_reason="length")
+    assert (last.text, answer.figures.completion_tokens) == ("", 6)
 
 
 def test_a_stop_token_is_counted_and_not_shown(byte_tokenizer: Tokenizer) -> None:
-    answer = AnswerText(byte_tokenizer)
-    shown = answer.push(list(b"hi!"), stop_token=True)
-    assert (shown.text, shown.tokens) == ("hi", 3)
+    answer = answer_of(byte_tokenizer)
+    piece = say(answer, list(b"hi!"), stop_token=ord("!"), finish_reason="stop")
+    assert (piece.text, answer.figures.completion_tokens, answer.stop_token) == ("hi", 3, ord("!"))
 
 
 def test_ids_outside_the_vocabulary_have_no_text(byte_tokenizer: Tokenizer) -> None:

@@ -149,7 +149,7 @@ def test_advice_on_drafters_and_chunks() -> None:
     found = metrics()
     for _ in range(1200):
         found.on_tokens(2, 0.01)
-        found.on_draft({"suffix": 2, "heads": 2}, ["suffix"])
+        found.on_draft({"suffix": 2, "heads": 2}, ["suffix"], 2)
     assert advice(found) == {"drafters": "suffix", "max_tree_nodes": "lower"}
     for _ in range(40):
         found.on_tokens(1, 1.0)
@@ -163,7 +163,7 @@ def test_advice_on_the_size_of_trees_is_relative_and_needs_enough_drafts() -> No
         found = metrics()
         for _ in range(drafts):
             found.on_tokens(15, 0.01)
-            found.on_draft({"suffix": 14}, ["suffix"] * 14)
+            found.on_draft({"suffix": 14}, ["suffix"] * 14, 14)
         return found
 
     assert advice(deep(600)) == {"max_tree_nodes": "higher"}

@@ -55,5 +55,8 @@ def run(
         else:
             print(f"--- {item.id}\n{text}" if len(chosen) > 1 else text, flush=True)
 
-    run_requests(engine, requests_of(parts, chosen, max_tokens, temperature, seed), concurrency, on_finish=show)
+    try:
+        run_requests(engine, requests_of(parts, chosen, max_tokens, temperature, seed), concurrency, on_finish=show)
+    finally:
+        engine.close()
     return 1 if failed else 0

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from kernels.batch import KVTensors
 from server.compose import Parts
-from server.speculation import pass_ms
+from server.speculation import measure_costs, pass_ms
 from server.tuning.record import DraftSample, StepCost
 from server.tuning.traces import Curve, DraftCost, StepCurves
 from spec.config import EngineConfig
@@ -47,7 +47,7 @@ def decode_table(parts: Parts, page_size: int, seconds: float) -> CostTable:
     """T(rows, context, sequences)."""
     target, config = target_of(parts, page_size)
     table = CostTable()
-    table.measure(lambda *sizes: pass_ms(target, config, *sizes), max_rows=64, seconds=seconds)
+    measure_costs(table, target, config, seconds)
     return table
 
 

@@ -91,7 +91,7 @@ def in_blocks(ids: Sequence[int], sizes: Sequence[int]) -> list[TokenEvent]:
         sources = ("toy",) * (len(block) - 1) + ("",)
         last = at == len(ids)
         logprobs = tuple(TokenLogprob(-float(token), ()) for token in block)
-        counts = StepCounts(8, len(block) - 1, {"toy": 8}, {"toy": len(block) - 1})
+        counts = StepCounts(8, len(block) - 1, {"toy": 8}, {"toy": len(block) - 1}, len(block))
         ending: dict[str, Any] = {"finish_reason": "stop", "stop_token": block[-1]} if last else {}
         events.append(TokenEvent(1, block, sources, logprobs, counts, started=turn == 1, **ending))
     return events

@@ -117,7 +117,7 @@ def test_counters_survive_a_restart(fresh: Running) -> None:
 
 def test_prefix_of_the_names() -> None:
     metrics = Metrics("vllm:")
-    metrics.on_draft({"suffix": 3}, ["suffix"])
+    metrics.on_draft({"suffix": 3}, ["suffix"], 2)
     text = metrics.render().decode()
     assert 'vllm:spec_decode_num_draft_tokens_total{drafter="suffix"} 3.0' in text
     assert "forespeak" not in text

@@ -406,7 +406,7 @@ def test_streamed_and_whole_answers_are_equal(server: Running, n: int, stop: Any
     assert last["choices"] == []
     assert last["usage"] == answer["usage"] | {"prompt_tokens_details": last["usage"]["prompt_tokens_details"]}
     assert last["speculation"] == answer["speculation"]
-    assert {"queue_ms", "ttft_ms", "decode_ms", "tokens_per_second"} == set(last["timings"])
+    assert {"queue_ms", "ttft_ms", "decode_ms", "tokens_per_second", "phases_ms"} == set(last["timings"])
     tokens = 0
     for index in range(n):
         choice = answer["choices"][index]

@@ -20,6 +20,7 @@ from checkpoints import write_rand_checkpoint
 from serving import Running, running, wait_for
 
 from server.settings import Settings
+from spec.stats import PHASES
 
 CHAT = "/v1/chat/completions"
 REPETITIVE = [{"role": "user", "content": "one two three one two three one two three one two"}]
@@ -61,6 +62,24 @@ def test_speculation_changes_nothing_but_the_steps(real: Running, sampling: dict
     assert any(entry["logprob"] < -0.01 for entry in entries)
     if sampling["temperature"] == 0:
         assert all(entry["bytes"] == entry["top_logprobs"][0]["bytes"] for entry in entries)
+
+
+def test_phases_of_steps_are_told_to_clients_and_to_prometheus(real: Running) -> None:
+    def spent() -> tuple[dict[str, float], float]:
+        phases = {phase: real.metric("forespeak:step_phase_seconds_total", phase=phase) for phase in PHASES}
+        return phases, real.metric("forespeak:step_seconds_sum")
+
+    before, steps_before = spent()
+    answer = ask(real, max_tokens=64, ignore_eos=True)
+    after, steps_after = spent()
+    told = answer["timings"]["phases_ms"]
+    assert list(told) == list(PHASES)
+    assert told["verify"] > told["commit"] > 0.0
+    took = {phase: 1e3 * (after[phase] - before[phase]) for phase in PHASES}
+    assert sum(took.values()) == pytest.approx(1e3 * (steps_after - steps_before))
+    for phase in PHASES:  # it ran alone, and all its steps but a prompt's chunks brought tokens
+        assert 0.0 < told[phase] <= took[phase] + 0.001
+    assert sum(told.values()) >= answer["timings"]["decode_ms"] * 0.5
 
 
 def test_n_choices(real: Running) -> None:

@@ -77,7 +77,7 @@ def say(generation: Generation, text: str, drafter: str = "", **fields: Any) -> 
     """One event whose tokens are the bytes of `text`, all but the last drafted when a drafter is named."""
     ids = tuple(text.encode())
     sources = (drafter,) * max(0, len(ids) - 1) + ("",) if ids else ()
-    counts = StepCounts(4, len(ids) - 1, {drafter: 4}, {drafter: len(ids) - 1}) if drafter else StepCounts()
+    counts = StepCounts(4, len(ids) - 1, {drafter: 4}, {drafter: len(ids) - 1}, len(ids)) if drafter else StepCounts()
     generation.on_event(TokenEvent(1, ids, sources, counts=counts, **fields))
 
 

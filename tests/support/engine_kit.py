@@ -7,6 +7,7 @@ ScriptDrafter is given the target's true continuations, so a test chooses exactl
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -239,6 +240,7 @@ def make_engine(
     context: int = 256,
     pool: PagePool | None = None,
     native: bool = True,
+    clock: Callable[[], float] = time.perf_counter,
     **settings: int | bool | str,
 ) -> Engine:
     """An engine over `decoder` with a fresh store, poisoned with NaN so that a key nobody wrote shows."""
@@ -254,6 +256,7 @@ def make_engine(
         list(drafters),
         speculator or KeepAll(),
         eos_ids,
+        clock=clock,
         pool=pool,
         ops=NativeSample() if fast else REFERENCE_OPS,
         move=native_slots.move if fast else REFERENCE_MOVE,

@@ -5,6 +5,8 @@ sentencepiece_folder(path, decoder="strip"|"metaspace"|"plain") -> Path
 tokenizer_gguf(path, metadata) -> Path                          a GGUF file with this metadata and no tensors
 sentencepiece_metadata() / byte_metadata(pre) -> dict           what such a file says
 STRINGS                                                         200 texts that tokenizers split differently
+answer_of(vocabulary, stops) -> Generation                      an answer as the server makes it, to be fed by hand
+say(answer, token_ids, **fields) -> Piece                       feed one event; what became visible
 """
 
 from __future__ import annotations
@@ -19,6 +21,11 @@ from typing import Any
 import gguf
 from checkpoint_tokenizer import SPECIALS, vocabulary, write_tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+from server.generation import Generation, Piece
+from server.metrics import Metrics
+from server.text import StopMatcher, TextStream, Vocabulary
+from spec.request import Request, SamplingParams, TokenEvent
 
 _CORPUS = """the quick brown fox jumps over the lazy dog and then the dog runs after the fox through the thick dark forest
 hello world, this is a small text that teaches a small vocabulary how words are put together from their pieces
@@ -197,3 +204,14 @@ def sentencepiece_folder(path: Path, decoder: str = "strip") -> Path:
     (path / "tokenizer.json").write_text(json.dumps(text))
     (path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}))
     return path
+
+
+def answer_of(vocabulary: Vocabulary, stops: Sequence[str] = ()) -> Generation:
+    request = Request(1, (0,), SamplingParams(max_tokens=9999))
+    matcher = StopMatcher(stops) if stops else None
+    return Generation(request, TextStream(vocabulary), matcher, lambda: None, lambda ended: None, Metrics())
+
+
+def say(answer: Generation, token_ids: Sequence[int], **fields: Any) -> Piece:
+    answer.on_event(TokenEvent(1, tuple(token_ids), ("",) * len(token_ids), **fields))
+    return answer.take() or Piece()

@@ -52,6 +52,7 @@ class ToyEngine:
         self._events: list[TokenEvent] = []
         self._seen: set[tuple[str, tuple[int, ...]]] = set()
         self._queries = self._hits = 0
+        self.step_phases: tuple[float, ...] = ()
 
     def add(self, request: Request) -> None:
         if len(request.prompt_ids) >= CONTEXT:
@@ -68,10 +69,13 @@ class ToyEngine:
         return bool(self._answers or self._events)
 
     def step(self) -> Sequence[TokenEvent]:
+        start = time.perf_counter()
         time.sleep(self._options["step_ms"] / 1e3)
         events, self._events = self._events, []
         for answer in list(self._answers.values())[: int(self._options["batch"])]:
             events.append(self._advance(answer))
+        seconds = time.perf_counter() - start
+        self.step_phases = (0.1 * seconds, 0.6 * seconds, 0.1 * seconds, 0.1 * seconds, 0.1 * seconds)
         return events
 
     def _advance(self, answer: _Answer) -> TokenEvent:
@@ -110,8 +114,9 @@ class ToyEngine:
         if not drafted:
             sources = ("",) * len(run)
         accepted = sum(1 for source in sources if source)
+        judged = min(drafted, accepted + 1)
         return TokenEvent(
-            request.id, tuple(run), sources, logprobs, StepCounts(drafted, accepted, {"toy": drafted} if drafted else {}, {"toy": accepted} if accepted else {}),
+            request.id, tuple(run), sources, logprobs, StepCounts(drafted, accepted, {"toy": drafted} if drafted else {}, {"toy": accepted} if accepted else {}, judged),
             started=first, cached_tokens=cached, queue_seconds=0.001, finish_reason=reason, stop_token=stop,
         )  # fmt: skip
 
@@ -127,6 +132,8 @@ class ToyEngine:
             if fault == "raise":
                 raise RuntimeError("a fault was asked for")
             os.kill(os.getpid(), signal.SIGSTOP if fault == "stop" else signal.SIGKILL)
+
+    def close(self) -> None: ...
 
     def stats(self) -> dict[str, Any]:
         running = min(len(self._answers), int(self._options["batch"]))
