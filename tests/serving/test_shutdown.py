@@ -146,7 +146,7 @@ def test_signal_during_a_long_step(tmp_path: Path) -> None:
             target=lambda: httpx.post(server.url + "/v1/chat/completions", json={"messages": USER}, timeout=30)
         )
         thread.start()
-        wait_for(lambda: "num_requests_running" in httpx.get(server.url + "/metrics").text)
+        wait_for(lambda: "num_requests_running 1.0" in httpx.get(server.url + "/metrics").text)
         os.kill(server.process.pid, signal.SIGTERM)
         check_end(server, engine, 0, 5)
         thread.join(5)
