@@ -10,17 +10,12 @@ import numpy as np
 import pytest
 from mutants import MUTANTS
 
-from bench.chi_square import FALSE_ALARM, FILTERS, KINDS, SHAPES, Case, Fault, p_value, run, simulate
+from bench.chi_square import FALSE_ALARM, FILTERS, KINDS, SHAPES, Case, Fault, p_value, run, simulate, true_cases
 
 SAMPLES = 1000
-FILTER_NAMES = list(FILTERS)
-# every drafter kind on every tree; the filters go round so that each meets most kinds
-CASES = [
-    Case("rejection", kind, FILTER_NAMES[(i + 2 * j) % len(FILTER_NAMES)], shape)
-    for i, kind in enumerate(KINDS)
-    for j, shape in enumerate(SHAPES)
-]
-FAULTS = [(fault, case) for fault, cases in MUTANTS for case in cases[:1]]
+# every drafter kind under every filter, and each of them on every tree
+CASES = [case for case in true_cases(full=False) if case.rule == "rejection"]
+FAULTS = [(fault, case) for fault, cases in MUTANTS for case in cases]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -37,7 +32,7 @@ def test_exact_keeps_the_distribution_and_the_text(name: str) -> None:
     assert all(np.array_equal(tokens, few[0]) for tokens in few)
 
 
-@pytest.mark.parametrize(("fault", "case"), FAULTS, ids=lambda value: value.name if isinstance(value, Fault) else "")
+@pytest.mark.parametrize(("fault", "case"), FAULTS, ids=lambda value: value.name if isinstance(value, Fault) else str(value))
 def test_known_faults_are_caught(fault: Fault, case: Case) -> None:
     assert run(case, SAMPLES, fault) < FALSE_ALARM
 

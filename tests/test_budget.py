@@ -13,7 +13,7 @@ from drafting import GREEDY, View
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.price_simulation import MACHINES, Machine, Noise, World, compare, plain_speed, run, started
+from bench.price_simulation import MACHINES, Noise, World, plain_speed, run, started
 from spec.budget import PriceSpeculator
 from spec.calibration import Calibration
 from spec.cost_table import CostTable
@@ -209,18 +209,6 @@ def test_admit_without_budgets_is_refused() -> None:
 # --- on the simulated clock ------------------------------------------------------------------------------------------
 
 QUIET = Noise(spread=0.05, stalls=0.01)
-
-
-CPU, GPU = MACHINES[0], MACHINES[2]
-
-
-@pytest.mark.parametrize(("machine", "streams"), [(CPU, 1), (CPU, 4), (CPU, 16), (CPU, 64), (GPU, 1), (GPU, 16)])
-def test_it_is_as_good_as_the_best_fixed_budget(machine: Machine, streams: int) -> None:
-    for acceptance in (0.2, 0.9) if streams > 1 else (0.2, 0.6, 0.9):
-        steps = {1: 900, 4: 400, 16: 200, 64: 90}[streams]
-        line = compare(machine, streams, acceptance, samples=60, steps=steps, noise=QUIET)
-        assert line.of_best > 0.97, line  # all loads, acceptances and machines: python -m bench.price_simulation
-        assert line.of_plain > 0.995, line
 
 
 @pytest.mark.parametrize(("streams", "acceptance"), [(1, 0.02), (4, 0.3), (64, 0.5)])

@@ -1,159 +1,219 @@
-"""Every sampling option, alone and with every other one: the answer with speculation is the answer without.
+"""Every option, alone and with every other one: the answer with speculation is the answer without.
 
-The table is generated: all options, all pairs. Ids, log probabilities, finish reason and stop token must be equal, bit for bit.
-Each option is also shown to change something, or the table would be blind to it.
+The table is generated (tests/support/option_table.py): all options, all pairs. Ids, text, log probabilities, finish reason, stop
+token and counted tokens must be equal, bit for bit. Each option is also shown to change something, or the table would be blind to it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Collection
 from dataclasses import replace
 from functools import cache
-from itertools import combinations, pairwise
+from itertools import pairwise
 from typing import Any
 
 import pytest
-import torch
-import toy
-from checkpoint_tokenizer import IM_END, VOCABULARY, build_tokenizer
+from checkpoint_tokenizer import IM_END
 from engine_kit import (
     NOISY,
     OFF,
     ORACLE,
     SHAPES,
     SWAPPED,
-    Answer,
-    KeepAll,
+    Clocked,
+    RandomTreeDrafter,
     ScriptDrafter,
     Skill,
-    answers_of,
-    prompts_of,
-    run,
 )
+from option_table import BASE, OPTIONS, PAIRS, SCHEMA, A, B, C, Heard, hear, make, options_of, tokenizer, truth_of
 
+import spec.accept
 from drafters.grammar import GrammarDrafter
-from kernels.batch import KVTensors
-from kernels.decoder import Decoder
-from kernels.linear import DenseWeight
-from spec.config import EngineConfig
-from spec.drafter import Drafter
+from drafters.suffix import SuffixDrafter
+from server.generation import Generation
+from spec.accept import Acceptance
 from spec.engine import Engine
-from spec.grammar import GrammarCompiler
-from spec.request import GrammarSpec, Request, SamplingParams, SpeculationPolicy
-from spec.target import TargetModel
+from spec.grammar import GrammarCursor
+from spec.penalties import PathEdits
+from spec.request import SpeculationPolicy, TokenEvent
+from spec.shapes import ShapeSpeculator
 
-A, B, C = b"abc"
-BASE: dict[str, Any] = {"max_tokens": 16, "temperature": 1.0, "seed": 11}
-OPTIONS: dict[str, dict[str, Any]] = {
-    "greedy": {"temperature": 0.0},
-    "temperature": {"temperature": 0.4},
-    "top_k": {"top_k": 3},
-    "top_p": {"top_p": 0.4},
-    "min_p": {"min_p": 0.3},
-    "seed": {"seed": 2**63 - 1},
-    "repetition_penalty": {"repetition_penalty": 1.6},
-    "presence_penalty": {"presence_penalty": 1.9},
-    "frequency_penalty": {"frequency_penalty": 1.5},
-    "logit_bias": {"logit_bias": {A: -100.0, B: 2.0, 400: 1.0}},
-    "bad_words": {"bad_words": ((A,), (B, B), (C, B, A))},
-    "min_tokens": {"min_tokens": 12},
-    "stop_token_ids": {"stop_token_ids": (C,)},
-    "ignore_eos": {"ignore_eos": True},
-    "logprobs": {"logprobs": 3},
-    "max_tokens": {"max_tokens": 3},
-    "grammar": {"grammar": GrammarSpec("regex", r"[abc](ab|bc){1,3}[abc]{2}xyz[abc]{0,9}")},
-}
-CHANGES_NO_TEXT = {"logprobs"}
-PAIRS = [(), *((name,) for name in OPTIONS), *combinations(OPTIONS, 2)]
-PROMPTS = prompts_of((4 + i % 9 for i in range(len(PAIRS))), seed=3)
+CHANGES_NO_TEXT = {"logprobs", "logprobs 20", "n 2", "n 8"}  # of the first choice
+CASES = [(i, options_of(names)) for i, names in enumerate(PAIRS)]
 
 
 @cache
-def decoder() -> Decoder:
-    """RAND with a liking for a, b, c and the end token, so that stops, words and grammars meet real choices."""
-    shape, weights = toy.rand_weights(layers=1, scale_head=2.0)
-    assert isinstance(weights.lm_head, DenseWeight)
-    liking = torch.zeros(VOCABULARY)
-    liking[[A, B, C]] = 5.0
-    liking[IM_END] = 5.0
-    return toy.decoder(shape, replace(weights, lm_head=replace(weights.lm_head, bias=liking)))
+def plain() -> dict[int, list[Heard]]:
+    return hear(make(max_sequences=64), CASES, OFF)
 
 
-@cache
-def compiler() -> GrammarCompiler:
-    return GrammarCompiler(build_tokenizer().to_str(), (IM_END,), VOCABULARY)
-
-
-def options_of(names: tuple[str, ...]) -> SamplingParams:
-    """Of two options for one field the later one wins."""
-    merged = dict(BASE)
-    for name in names:
-        merged |= OPTIONS[name]
-    return SamplingParams(**merged)
-
-
-def requests(policy: SpeculationPolicy, pairs: list[tuple[str, ...]] = PAIRS) -> list[Request]:
-    return [Request(i, PROMPTS[i], options_of(names), policy) for i, names in enumerate(pairs)]
-
-
-def engine(drafters: Sequence[Drafter] = (), max_sequences: int = 40) -> Engine:
-    shape, pages, size = decoder().shape, 400, 4
-    store = KVTensors.allocate(shape.layers, pages, shape.kv_heads, shape.head_dim, size, torch.float32)
-    config = EngineConfig(num_pages=pages, page_size=size, context=64, max_sequences=max_sequences)
-    return Engine(config, TargetModel(decoder(), store), drafters, KeepAll(), (IM_END,), compiler())
-
-
-@cache
-def plain() -> dict[int, Answer]:
-    return run(engine(), requests(OFF))
-
-
-def same(left: Answer, right: Answer) -> bool:
-    fields = ("token_ids", "logprobs", "finish_reason", "stop_token", "error_code")
-    return all(getattr(left, name) == getattr(right, name) for name in fields)
+def check(engine: Engine) -> dict[int, list[Heard]]:
+    """All pairs on this engine, compared with plain decoding; and no option went without accepted drafts."""
+    drafted = hear(engine, CASES, SpeculationPolicy())
+    different = [" + ".join(PAIRS[i]) for i, choices in drafted.items() if choices != plain()[i]]
+    assert different == []
+    everything = [choice for choices in drafted.values() for choice in choices]
+    stopped = [choice for choice in everything if choice.finish_reason == "stop" and choice.stop_token is None]
+    assert len(stopped) > 10, "stop strings ended answers"
+    for name in OPTIONS:
+        of_it = [choice for i, names in enumerate(PAIRS) if name in names for choice in drafted[i]]
+        assert sum(choice.accepted for choice in of_it) > 5, f"no drafts were accepted with {name}"
+    return drafted
 
 
 @pytest.mark.parametrize(
     ("skill", "shape", "max_sequences"),
-    [(ORACLE, "chain", 40), (NOISY, "bushy", 40), (SWAPPED, "2x4", 7)],
+    [(ORACLE, "chain", 64), (NOISY, "bushy", 64), (SWAPPED, "2x4", 7)],
     ids=["oracle chain", "noisy bushy", "swapped 2x4, few at once"],
 )
 def test_speculation_changes_nothing_for_any_pair_of_options(skill: Skill, shape: str, max_sequences: int) -> None:
-    truth = answers_of({PROMPTS[i]: answer.token_ids for i, answer in plain().items()})
-    drafted = run(
-        engine([GrammarDrafter(), ScriptDrafter(truth, SHAPES[shape], skill)], max_sequences), requests(SpeculationPolicy())
-    )
-    different = [" + ".join(PAIRS[i]) for i, answer in drafted.items() if not same(answer, plain()[i])]
-    assert different == []
-    assert sum(answer.accepted for answer in drafted.values()) > len(PAIRS), "drafts were accepted"
-    assert sum("grammar" in answer.sources for answer in drafted.values()) > 5, "forced tokens were accepted"
+    drafters = [GrammarDrafter(), ScriptDrafter(truth_of(plain()), SHAPES[shape], skill)]
+    drafted = check(make(drafters, max_sequences=max_sequences))
+    forced = [choice for choices in drafted.values() for choice in choices if "grammar" in choice.sources]
+    assert len(forced) > 20, "forced tokens were accepted"
+
+
+def test_merged_trees_change_nothing_for_any_pair_of_options() -> None:
+    """Three drafters beside the grammar's, joined into one tree of the mixed shape."""
+    truth = truth_of(plain())
+    drafters = [
+        GrammarDrafter(),
+        ScriptDrafter(truth, (2, 1, 1), SWAPPED, name="a"),
+        ScriptDrafter(truth, (1, 1, 1, 1), NOISY, name="b"),
+        RandomTreeDrafter(truth, seed=4, name="c"),
+    ]
+    drafted = check(make(drafters, speculator=ShapeSpeculator("mixed", 512), max_sequences=64))
+    credited = {name for choices in drafted.values() for choice in choices for name in choice.sources}
+    assert credited == {"grammar", "a", "b", "c"}
+
+
+def test_the_price_rule_short_of_pages_changes_nothing_for_any_pair_of_options() -> None:
+    """Trees grow and shrink by made-up times, and answers are preempted in the middle."""
+    truth = truth_of(plain())
+    drafters = [GrammarDrafter(), SuffixDrafter(), ScriptDrafter(truth, (2, 2, 1, 1), NOISY)]
+    engine = make(drafters, speculator=Clocked(), num_pages=24, max_sequences=16)
+    check(engine)
+    assert engine.stats()["preemptions"] > 10
+    assert not any(engine.stats()["drafter_faults"].values())
 
 
 def test_every_option_changes_something() -> None:
     """Each option alone, on the prompts of all pairs it is in, against the bare request."""
     for name in OPTIONS.keys() - CHANGES_NO_TEXT:
-        chosen = [i for i, names in enumerate(PAIRS) if name in names][:8]
-        bare = run(engine(), [Request(i, PROMPTS[i], SamplingParams(**BASE), OFF) for i in chosen])
-        alone = run(engine(), [Request(i, PROMPTS[i], options_of((name,)), OFF) for i in chosen])
-        assert any(bare[i].token_ids != alone[i].token_ids for i in chosen), name
+        chosen = [i for i, names in enumerate(PAIRS) if name in names]
+        bare = hear(make(), [(i, BASE) for i in chosen], OFF)
+        alone = hear(make(), [(i, options_of((name,))) for i in chosen], OFF)
+        assert any(bare[i] != alone[i] for i in chosen), name
 
 
 def test_every_option_holds() -> None:
     """What can be read off an answer of any pair."""
     for i, names in enumerate(PAIRS):
-        answer, options = plain()[i], options_of(names)
-        ids = answer.token_ids
-        assert answer.finish_reason in ("stop", "length"), names
-        assert len(ids) <= options.max_tokens
-        assert (len(ids) == options.max_tokens) or answer.finish_reason == "stop"
-        assert len(answer.logprobs) == (len(ids) if options.logprobs is not None else 0)
-        if options.logit_bias and options.grammar is None:
-            assert A not in ids
-        if options.bad_words:
-            assert A not in ids
-            assert all((left, right) != (B, B) for left, right in pairwise(ids))
-        if answer.finish_reason == "stop":
-            end_ids = {C} if "stop_token_ids" in names else set()
-            assert ids[-1] in end_ids | (set() if options.ignore_eos else {IM_END})
-            assert not set(ids[:-1]) & end_ids
-            assert len(ids) > options.min_tokens or options.grammar is not None
+        options = options_of(names)
+        assert len(plain()[i]) == options.get("n", 1)
+        for choice in plain()[i]:
+            holds(choice, names)
+    eight = next(choices for i, choices in plain().items() if PAIRS[i] == ("n 8",))
+    assert len({choice.token_ids for choice in eight}) > 4, "choices have seeds of their own"
+
+
+def holds(choice: Heard, names: tuple[str, ...]) -> None:
+    options = options_of(names)
+    ids, constrained = choice.token_ids, "grammar" in options
+    if choice.finish_reason == "error":  # a grammar may ask for the very word that is forbidden
+        assert (choice.error_code, "bad_words" in names, constrained) == ("no_token_allowed", True, True)
+        return
+    assert choice.finish_reason in ("stop", "length"), names
+    assert choice.counted == len(ids) <= options["max_tokens"]
+    assert len(ids) == options["max_tokens"] or choice.finish_reason == "stop"
+    assert len(choice.logprobs) == (len(ids) if "logprobs" in options else 0)
+    assert all(len(entry.top) == options["logprobs"] for entry in choice.logprobs)
+    assert not any(stop in choice.text for stop in options.get("stop", ()))
+    if "logit_bias" in names and not constrained:
+        assert A not in ids
+    if "bad_words" in names:
+        assert A not in ids
+        assert all(pair != (B, B) for pair in pairwise(ids))
+    if choice.stop_token is not None:
+        end_ids = {C} if "stop_token_ids" in names else set()
+        assert ids[-1] == choice.stop_token
+        assert choice.stop_token in end_ids | (set() if "ignore_eos" in names else {IM_END})
+        assert not set(ids[:-1]) & end_ids
+        assert len(ids) > options.get("min_tokens", 0) or constrained
+        if "json_schema" in names and choice.stop_token == IM_END:
+            assert json.loads(choice.text)["k"] in SCHEMA["properties"]["k"]["enum"]  # type: ignore[index]
+    elif choice.finish_reason == "stop":  # a stop string: the last token completed it
+        whole = tokenizer().decode(ids)
+        assert any(whole.startswith(choice.text + stop) for stop in options["stop"])
+        assert len(tokenizer().decode(ids[:-1])) < len(choice.text) + max(map(len, options["stop"]))
+
+
+# --- known faults, each invisible as long as a step delivers one token -----------------------------------------------
+
+
+def edits_per_step(patch: pytest.MonkeyPatch) -> None:
+    """Penalties, words and min_tokens of the root at every node."""
+    patch.setattr(PathEdits, "extend", lambda edits, token: None)
+
+
+def mask_per_step(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(GrammarCursor, "extend", lambda cursor, token: None)
+
+
+def swapped_logprobs(patch: pytest.MonkeyPatch) -> None:
+    scored = spec.accept._with_logprobs
+
+    def backwards(*arguments: Any) -> list[Acceptance]:
+        return [replace(kept, logprobs=kept.logprobs[::-1]) for kept in scored(*arguments)]
+
+    patch.setattr(spec.accept, "_with_logprobs", backwards)
+
+
+def stop_per_step(patch: pytest.MonkeyPatch) -> None:
+    """Ids and counts go on to the end of the step in which a stop string was completed."""
+    cut = Generation._add_tokens
+
+    def whole(generation: Generation, event: TokenEvent) -> tuple[int, bool]:
+        count, matched = cut(generation, event)
+        generation._piece.token_ids += event.token_ids[count:]
+        return len(event.token_ids), matched
+
+    patch.setattr(Generation, "_add_tokens", whole)
+
+
+def noise_per_step(patch: pytest.MonkeyPatch) -> None:
+    """The root's noise at every node."""
+    asked, keyed = spec.accept._Walker.query, spec.accept.uniform
+    roots: list[int] = []
+
+    def query(walker: Any) -> Any:
+        roots[:] = [len(walker.row.view.token_ids)]
+        return asked(walker)
+
+    patch.setattr(spec.accept._Walker, "query", query)
+    patch.setattr(spec.accept, "uniform", lambda seed, position, *more: keyed(seed, *roots, *more))
+
+
+SAMPLED = OPTIONS.keys() - {"greedy", "max_tokens"}
+
+
+@pytest.mark.parametrize(
+    ("fault", "shown_by"),
+    [
+        (edits_per_step, {"repetition_penalty", "presence_penalty", "frequency_penalty", "bad_words", "min_tokens"}),
+        (mask_per_step, {"regex", "json_object", "json_schema", "lark"}),
+        (swapped_logprobs, {"logprobs", "logprobs 20"}),
+        (stop_per_step, {"stop"}),
+        (noise_per_step, SAMPLED),
+    ],
+    ids=lambda value: getattr(value, "__name__", "it"),
+)
+def test_known_faults_are_caught(fault: Any, shown_by: Collection[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    truth = truth_of(plain())
+    fault(monkeypatch)
+    assert hear(make(max_sequences=64), CASES, OFF) == plain()
+    drafted = hear(make([ScriptDrafter(truth, SHAPES["chain"], NOISY)], max_sequences=64), CASES, SpeculationPolicy())
+    different = [set(PAIRS[i]) for i in drafted if drafted[i] != plain()[i]]
+    assert shown_by <= set().union(*different)
+    assert shown_by is SAMPLED or all(names & set(shown_by) for names in different), "and nowhere else"

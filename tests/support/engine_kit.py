@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import toy
@@ -19,9 +19,11 @@ from kernels.decoder import Decoder, DecoderShape, DecoderWeights
 from kernels.kv_slots import native as native_slots
 from kernels.native import load
 from kernels.sample.native import NativeSample
+from spec.budget import PriceSpeculator
 from spec.config import EngineConfig
 from spec.drafter import Budget, Drafter, Outcome, SequenceView
 from spec.engine import Engine
+from spec.grammar import GrammarCompiler
 from spec.pages import PagePool
 from spec.request import FinishReason, Request, SamplingParams, SpeculationPolicy, TokenEvent, TokenLogprob
 from spec.sampling import REFERENCE_OPS
@@ -208,6 +210,20 @@ class KeepAll:
         self.records.append(step)
 
 
+class Clocked(PriceSpeculator):
+    """The price rule told made-up times, so that a test does the same on every machine: rows cost a tenth of the first."""
+
+    def record(self, step: StepRecord) -> None:
+        target_ms = 2.0 + 0.2 * step.nodes + (1.5 if step.nodes % 7 == 0 else 0.0)  # and some steps stumble
+        draft_ms = dict.fromkeys(step.draft_ms, 0.1)
+        total_ms = target_ms + 0.1 * len(draft_ms) + 0.2
+        super().record(replace(step, target_ms=target_ms, draft_ms=draft_ms, total_ms=total_ms))
+
+    def passed(self, steps: int, sequences: int, load: Load, target_ms: float, total_ms: float) -> None:
+        target_ms = 2.0 + 0.2 * sequences
+        super().passed(steps, sequences, load, target_ms, target_ms + 0.2)
+
+
 # --- decoders ------------------------------------------------------------------------------------------------------------
 
 
@@ -240,6 +256,7 @@ def make_engine(
     context: int = 256,
     pool: PagePool | None = None,
     native: bool = True,
+    grammars: GrammarCompiler | None = None,
     clock: Callable[[], float] = time.perf_counter,
     **settings: int | bool | str,
 ) -> Engine:
@@ -256,6 +273,7 @@ def make_engine(
         list(drafters),
         speculator or KeepAll(),
         eos_ids,
+        grammars,
         clock=clock,
         pool=pool,
         ops=NativeSample() if fast else REFERENCE_OPS,

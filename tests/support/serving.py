@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import websockets.sync.client as ws_client
 from checkpoint_tokenizer import write_tokenizer
 from prometheus_client.parser import text_string_to_metric_families
 from websockets.exceptions import ConnectionClosed
@@ -63,7 +64,13 @@ class Running:
         return self.server.engine_pid
 
     def wait_ready(self, seconds: float = START_SECONDS) -> None:
-        wait_for(lambda: self.http.get("/ready").status_code == 200, seconds)
+        def ready() -> bool:
+            try:
+                return self.http.get("/ready").status_code == 200
+            except httpx.TimeoutException:  # on a busy machine the start can outlast one request
+                return False
+
+        wait_for(ready, seconds)
 
     def metric(self, name: str, **labels: str) -> float:
         """One sample of /metrics, 0 when it is not there yet."""
@@ -91,6 +98,17 @@ def until_closed(ws: Any, seconds: float = 20.0) -> tuple[list[Any], int]:
             frames.append(json.loads(ws.recv(timeout=seconds)))
     except ConnectionClosed as closed:
         return frames, closed.rcvd.code if closed.rcvd is not None else 1006
+
+
+def ws_answer(server: Running, **fields: Any) -> list[Any]:
+    """The frames of one chat over a socket of its own, from `started` to `done` or `error`."""
+    with ws_client.connect(server.ws_url) as ws:
+        assert json.loads(ws.recv(timeout=20))["type"] == "hello"
+        ws.send(json.dumps({"type": "chat", "id": "a"} | fields))
+        frames: list[Any] = []
+        while not frames or frames[-1]["type"] not in ("done", "error"):
+            frames.append(json.loads(ws.recv(timeout=20)))
+        return frames
 
 
 def toy_settings(options: str = "", **fields: Any) -> Settings:
