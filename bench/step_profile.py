@@ -26,8 +26,7 @@ from server.prompts import Prompt
 from server.settings import Settings
 from spec.engine import Engine
 from spec.errors import ForespeakError
-from spec.request import Request
-from spec.stats import PHASES
+from spec.request import PHASES, Request
 
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 _TASKS = (

@@ -16,8 +16,7 @@ from typing import NamedTuple, Protocol
 from server.api_error import ApiError, from_engine
 from server.channels import Channel, ChannelText
 from server.text import StopMatcher, TextStream
-from spec.request import FinishReason, Request, TokenEvent, TokenLogprob
-from spec.stats import PHASES
+from spec.request import PHASES, FinishReason, Request, TokenEvent, TokenLogprob
 
 
 class Part(NamedTuple):

@@ -9,8 +9,7 @@ from typing import Any
 
 from server.generation import Figures
 from server.ports import Tokenizer
-from spec.request import TokenLogprob
-from spec.stats import PHASES
+from spec.request import PHASES, TokenLogprob
 
 LOWEST_LOGPROB = -9999.0  # what stands for minus infinity, which JSON cannot carry
 

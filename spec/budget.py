@@ -96,7 +96,7 @@ class PriceSpeculator:
     def rests(self, views: Sequence[SequenceView]) -> bool:
         self._step = None
         self._began = True
-        self._patience.step()
+        self._count_step()
         state = self._loads.get(max(0, len(views) - 1).bit_length())
         if state is None:
             return False
@@ -110,6 +110,10 @@ class PriceSpeculator:
             willing = True
             allowed = allowed or self._patience.allow(view.seq_id)
         return not willing or state.guard.rests() or not allowed
+
+    def _count_step(self) -> None:
+        self._patience.step()
+        self._skill.step()
 
     def passed(self, steps: int, sequences: int, load: Load, target_ms: float, total_ms: float) -> None:
         state = self._loads.get(max(0, sequences - 1).bit_length())
@@ -248,7 +252,7 @@ class PriceSpeculator:
     def record(self, step: StepRecord) -> None:
         decided, self._step = self._step, None
         if not self._began:
-            self._patience.step()
+            self._count_step()
         self._began = False
         if decided is not None and decided.views != len(step.outcomes):
             decided = None

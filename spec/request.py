@@ -11,6 +11,7 @@ import msgspec
 
 Rule = Literal["exact", "rejection"]
 FinishReason = Literal["stop", "length", "cancelled", "error"]
+PHASES = ("draft", "verify", "accept", "commit", "other")  # of a step, in the order in which its seconds are told
 
 
 class GrammarSpec(msgspec.Struct, frozen=True):

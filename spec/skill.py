@@ -1,7 +1,8 @@
 """How much worse than usual a drafter does on one sequence. Knows judged nodes; refuses to know why.
 
 A drafter that copies shines on a summary and fails on a poem; calibration holds the mean over everybody. The factor here is
-accepted over expected nodes of the sequence so far, pulled towards 1 and faded, and it multiplies the calibrated chance.
+accepted over expected nodes of the sequence so far, pulled towards 1 and faded, and it multiplies the calibrated chance. It fades with
+steps too: a drafter that had bad luck is not asked, so nothing it does could ever clear it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from spec.tree import DraftTree
 
 _PULL = 4.0  # expected acceptances that "as usual" is worth
 _KEEP = 0.995  # per judged node
+_KEEP_STEP = 1.0 - 1.0 / 256.0  # per step
 _LOW, _HIGH = 0.2, 1.0  # a lucky start is no skill: chances raised above the mean were not met (171 expected, 90 accepted)
 _SEQUENCES = 4096
 
@@ -39,20 +41,39 @@ class Skill:
 
     def __init__(self) -> None:
         self._counts: dict[int, dict[str, list[float]]] = {}  # [accepted, expected]
+        self._seen: dict[int, int] = {}  # the step of the last judgement
+        self._now = 0
+
+    def step(self) -> None:
+        """A step is over."""
+        self._now += 1
 
     def factors(self, seq_id: int) -> dict[str, float]:
         """By drafter; a drafter that is not listed has 1."""
         counts = self._counts.get(seq_id)
         if not counts:
             return {}
-        return {name: min(_HIGH, max(_LOW, (hits + _PULL) / (expected + _PULL))) for name, (hits, expected) in counts.items()}
+        kept = self._kept(seq_id)
+        return {
+            name: min(_HIGH, max(_LOW, (hits * kept + _PULL) / (expected * kept + _PULL)))
+            for name, (hits, expected) in counts.items()
+        }
+
+    def _kept(self, seq_id: int) -> float:
+        return float(_KEEP_STEP ** (self._now - self._seen[seq_id]))
 
     def record(self, seq_id: int, tree: DraftTree, nodes: Judged, calibration: Calibration, greedy: bool) -> None:
         counts = self._counts.get(seq_id)
         if counts is None:
             if len(self._counts) >= _SEQUENCES:
-                del self._counts[next(iter(self._counts))]
+                self.forget(next(iter(self._counts)))
             counts = self._counts[seq_id] = {}
+        else:
+            kept = self._kept(seq_id)
+            for pair in counts.values():
+                pair[0] *= kept
+                pair[1] *= kept
+        self._seen[seq_id] = self._now
         for node, accepted in nodes:
             depth = tree.depths[node]
             for name, (rank, bin_) in zip(tree.sources[node], tree.origins[node], strict=True):
@@ -62,3 +83,4 @@ class Skill:
 
     def forget(self, seq_id: int) -> None:
         self._counts.pop(seq_id, None)
+        self._seen.pop(seq_id, None)

@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from spec.request import TokenEvent
+from spec.request import PHASES, TokenEvent
 from spec.tree import MAX_NODES, DraftTree
-
-PHASES = ("draft", "verify", "accept", "commit", "other")
 
 
 @dataclass(slots=True)

@@ -167,6 +167,25 @@ def test_skill_tells_sequences_apart_and_is_bounded() -> None:
     assert skill.factors(2) == {}  # the oldest went
 
 
+def test_a_drafter_that_had_bad_luck_is_believed_again_in_time() -> None:
+    """It is not asked meanwhile, so nothing it does could clear it."""
+    calibration, skill = Calibration(), Skill()
+    tree = DraftTree((1,), (-1,), (0.5,), (("a",),), (((0, confidence_bin(0.5)),),))
+    for _ in range(60):
+        skill.record(1, tree, [(0, False)], calibration, True)
+    spoilt = skill.factors(1)["a"]
+    assert spoilt < 0.4
+    for _ in range(256):
+        skill.step()
+    later = skill.factors(1)["a"]
+    for _ in range(2000):
+        skill.step()
+    assert spoilt < later < 0.8
+    assert skill.factors(1)["a"] > 0.98
+    skill.record(1, tree, [(0, True)], calibration, True)  # what was seen long ago weighs no more now that it is judged again
+    assert skill.factors(1)["a"] > 0.98
+
+
 # --- the file --------------------------------------------------------------------------------------------------------
 
 

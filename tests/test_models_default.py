@@ -20,9 +20,9 @@ from spec.errors import ForespeakError
 from spec.models import load_model
 from spec.request import Request, SamplingParams
 
-# The fast path rounds activations to 8 bits per row and block of 32, which moves logits by about 0.3 (root mean square), so
-# near-ties may fall the other way: 5 to 9 % of the tokens of ordinary text have their two best logits within 0.1 of each other.
-AGREEMENT = 0.98  # of all tokens; 0.988 was measured on this text
+# The fast path puts each row of weights on one grid of 255 steps, so near-ties may fall the other way: 5 to 9 % of the tokens of ordinary
+# text have their two best logits within 0.1 of each other. What it costs in perplexity is docs/quality.md's.
+AGREEMENT = 0.97  # of all tokens; 0.975 was measured on this text
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import pytest
 from checkpoints import write_rand_checkpoint
 
 from bench import step_profile
-from spec.stats import PHASES
+from spec.request import PHASES
 
 
 def test_shares_add_up_and_the_page_is_refreshed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

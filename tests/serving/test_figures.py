@@ -35,8 +35,7 @@ from server.shapes import speculation, timings
 from server.text import StopMatcher, TextStream
 from spec.drafter import Budget, SequenceView
 from spec.engine import Engine
-from spec.request import Request, TokenEvent
-from spec.stats import PHASES
+from spec.request import PHASES, Request, TokenEvent
 from spec.tree import DraftTree, Proposal
 
 PROMPTS = prompts_of([5, 12, 8], seed=21)

@@ -20,7 +20,7 @@ from checkpoints import write_rand_checkpoint
 from serving import Running, running, wait_for
 
 from server.settings import Settings
-from spec.stats import PHASES
+from spec.request import PHASES
 
 CHAT = "/v1/chat/completions"
 REPETITIVE = [{"role": "user", "content": "one two three one two three one two three one two"}]
