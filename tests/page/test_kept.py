@@ -15,7 +15,7 @@ from playwright.sync_api import BrowserContext, WebSocketRoute, expect
 from serving import Running, running, toy_settings, toy_text
 from wire_cutter import wire_cutter
 
-LONG = 600  # tokens: about a second
+LONG = 2_400  # tokens: some seconds, so that a second tab opens in mid-answer
 OPTIONS = {"max_tokens": LONG, "temperature": 1, "seed": 11}
 
 
