@@ -24,7 +24,7 @@ from spec.request import Request, TokenEvent
 
 log = logging.getLogger("forespeak.engine")
 
-Phases = Sequence[float]  # seconds of a step, in the order of spec.stats.PHASES; () where there was none
+Phases = Sequence[float]  # seconds of a step, in the order of spec.request.PHASES; () where there was none
 Sink = Callable[[TokenEvent, Phases], None]
 
 

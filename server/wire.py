@@ -42,7 +42,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class Events(msgspec.Struct, frozen=True, tag="events"):
-    """Everything one step produced, and its seconds by phase (spec.stats.PHASES). No phases: nothing was run."""
+    """Everything one step produced, and its seconds by phase (spec.request.PHASES). No phases: nothing was run."""
 
     events: tuple[TokenEvent, ...]
     phases: tuple[float, ...] = ()

@@ -137,7 +137,7 @@ class Engine:
 
     @property
     def step_phases(self) -> tuple[float, ...]:
-        """Seconds of the latest step by phase, in the order of spec.stats.PHASES; () when it had nothing to run."""
+        """Seconds of the latest step by phase, in the order of spec.request.PHASES; () when it had nothing to run."""
         return self._stats.step_phases
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ Quantised arithmetic (weights in `BlockWeight`), all in whole numbers of two byt
   its neighbours, the instruction set or the number of threads; each becomes a float32 once, and nothing
   behind them is fused.
 
-A row of x that holds an infinity or a NaN gives NaN everywhere.
+The sums have 32 bits, which hold 65,536 inputs of the largest numbers; C++ refuses wider matrices. A row of x that holds an infinity or a NaN gives NaN everywhere.
 """
 
 from __future__ import annotations

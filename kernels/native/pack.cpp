@@ -43,12 +43,6 @@ float minimum_at(const fs_weight& w, size_t i) {
 
 float value_at(const fs_weight& w, size_t block, int code) { return half_to_float(w.scale[block]) * static_cast<float>(code) + minimum_at(w, block); }
 
-// The codes of a block as stored in `w`: 32 numbers.
-void codes_at(const fs_weight& w, size_t block, int* codes) {
-    const uint8_t* raw = static_cast<const uint8_t*>(w.codes) + block * (w.kind == FS_Q4 ? 16 : 32);
-    for (int k = 0; k < kBlock; ++k) codes[k] = w.kind == FS_Q8 ? raw[k] : (raw[k % 16] >> (k / 16 * 4)) & 15;
-}
-
 // The largest number that a row can hold, over 127: of 4 bits from the ends of its blocks' tables, of 8 from the codes themselves.
 float step_of_row(const fs_weight& w, size_t first_block, int blocks) {
     float largest = 0.0f;
@@ -56,9 +50,14 @@ float step_of_row(const fs_weight& w, size_t first_block, int blocks) {
         const size_t block = first_block + static_cast<size_t>(b);
         int low = 0, high = 15;
         if (w.kind == FS_Q8) {
-            const uint8_t* codes = static_cast<const uint8_t*>(w.codes) + block * 32;
-            low = *std::min_element(codes, codes + 32);
-            high = *std::max_element(codes, codes + 32);
+            const uint8_t* codes = static_cast<const uint8_t*>(w.codes) + block * kBlock;
+            uint8_t least = 255, most = 0;
+            for (int k = 0; k < kBlock; ++k) {  // plain loops, which compilers vectorise
+                least = std::min(least, codes[k]);
+                most = std::max(most, codes[k]);
+            }
+            low = least;
+            high = most;
         }
         largest = std::max({largest, std::fabs(value_at(w, block, low)), std::fabs(value_at(w, block, high))});
     }
@@ -72,12 +71,11 @@ void pack_block(const fs_weight& w, float step, int row, int block, uint8_t* rec
     const int lane = row % kTile, half = block % 2;
     const size_t source = static_cast<size_t>(row) * static_cast<size_t>(w.in / kBlock) + static_cast<size_t>(block);
     if (w.kind == FS_Q8) {
-        int codes[kBlock];
-        codes_at(w, source, codes);
-        for (int k = 0; k < kBlock; ++k) {
-            const int number = step > 0.0f ? rounded(value_at(w, source, codes[k]) / step) : 0;
-            record[kLineBytes * static_cast<size_t>((half * kBlock + k) / 4) + static_cast<size_t>(4 * lane + k % 4)] = static_cast<uint8_t>(number + 128);
-        }
+        const uint8_t* codes = static_cast<const uint8_t*>(w.codes) + source * kBlock;
+        const float scale = half_to_float(w.scale[source]), minimum = minimum_at(w, source), by = step > 0.0f ? step : 1.0f;
+        uint8_t bytes[kBlock];
+        for (int k = 0; k < kBlock; ++k) bytes[k] = static_cast<uint8_t>(rounded((scale * static_cast<float>(codes[k]) + minimum) / by) + 128);
+        for (int k = 0; k < kBlock; k += 4) std::memcpy(record + kLineBytes * static_cast<size_t>((half * kBlock + k) / 4) + 4 * lane, bytes + k, 4);
         return;
     }
     const auto group = static_cast<size_t>(lane % 4), in_group = static_cast<size_t>(lane / 4);
@@ -147,7 +145,7 @@ bool pack(const fs_weight& w, Arena& arena, Packed* out) {
         std::memcpy(out->bias.data(), w.bias, static_cast<size_t>(w.out) * sizeof(float));
     }
     if (w.kind == FS_Q4 || w.kind == FS_Q8) {
-        if (w.in % kBlock != 0) return false;
+        if (w.in % kBlock != 0 || w.in > kMostInputs) return false;
         out->kind = w.kind == FS_Q4 ? Kind::Q4 : Kind::Q8;
         const int blocks = w.in / kBlock;
         out->spans = (blocks + 1) / 2;

@@ -11,6 +11,9 @@ them. Turning that into a `BlockWeight` (float16 scale) is
   mantissa, rounded to float16 (relative error at most 2**-11; the minimum of Q4_K too, that of Q5_K stays exact);
 - rounded for Q6_K (bits 8): it has a scale per 16 values where the canonical form has one per 32. The half with the larger
   scale keeps its grid, the other half is rounded to the finer 1/3 or smaller fraction of that grid.
+
+These are the matrices as the model has them (`dequantize`, the float32 reference of `forespeak eval`); the products round them once more, to
+one grid an output (`kernels.linear`).
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ rounded      GroupWeight in order: scales and, with 4 bits, `-scale * zero` beco
              Int8Weight: scales become float16; Float8Weight: values become bfloat16 (at most 2^-9)
 requantised  GroupWeight whose columns are out of order, so that a block of 32 mixes groups: 8 bits, at most 1/254 of a block's largest
 
-Rows are quantised as `kernels.linear` says (per 32 columns), which is finer than one step a row of 8-bit checkpoints.
+That is the form. What the C++ and Triton kernels multiply with is `kernels.linear`'s: one grid of 255 steps an output, and rows of 16 bits
+with one step, which is finer than the 8 bits of such checkpoints.
 """
 
 from __future__ import annotations

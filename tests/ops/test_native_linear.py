@@ -161,6 +161,23 @@ def test_the_largest_numbers_of_both_sides_are_exact(bits: int, minimum: float) 
                 assert torch.equal(matrix.linear(x[:count], isa=isa), expected), (code, count, isa)
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_widest_matrix_of_the_largest_numbers_is_exact(bits: int) -> None:
+    into = 65_536
+    codes = torch.full((1, into // 32, 4 * bits), 255, dtype=torch.uint8)
+    weight = BlockWeight(
+        bits,
+        codes,
+        torch.ones(1, into // 32).half(),
+        torch.zeros(1, into // 32, dtype=torch.float16 if bits == 4 else torch.float32),
+    )
+    x = torch.full((3, into), float(LARGEST)) * torch.tensor([[1.0], [-1.0], [1.0]])
+    matrix, want = PackedMatrix(weight), reference.linear(x, weight)
+    for rows in (1, 2, 3):
+        for isa in LIBRARY.isas:
+            assert torch.equal(matrix.linear(x[:rows], isa=isa), want[:rows]), (rows, isa)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_more_rows_than_travel_together_agree_bit_for_bit(form: str) -> None:
     """257 rows: tiles pass by once more for the last one, with one row and with several of a group left over."""
@@ -180,6 +197,8 @@ def test_refusals_name_the_fault() -> None:
     weight = blocks(16, 64, "4")
     with pytest.raises(ValueError, match="do not belong together"):
         PackedMatrix(replace(weight, scale=weight.scale[:, :1]))
+    with pytest.raises(NativeError, match="could not be packed"):  # its sums would not fit 32 bits
+        PackedMatrix(quantize(DenseWeight(torch.zeros(1, 65_568)), 8))
     with pytest.raises(ValueError, match="not one of"):
         linear(random(1, 64), weight, isa="mmx")
     assert issubclass(NativeError, ValueError)

@@ -32,6 +32,7 @@ constexpr size_t kSpanBytes = 16 * kLineBytes;  // a span of a tile as bytes
 constexpr size_t kCodeBytes = 256, kFactorBytes = 64;  // of a block with 4 bits
 constexpr size_t kFactors = 2 * kCodeBytes;  // where they begin in a record
 constexpr int kTableShift = 8;
+constexpr int kMostInputs = 1 << 16;  // of a quantised matrix: sums of 255 * 127 an input stay whole numbers of 32 bits
 
 inline bool is_quantised(Kind kind) { return kind <= Kind::Q8; }
 constexpr size_t record_bytes(Kind kind) { return kind == Kind::Q4 ? 2 * (kCodeBytes + kFactorBytes) : kSpanBytes; }
