@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
+from statistics import mean
 
 from drafters.growth import Growth, Node, worthwhile
 from spec.budget import PriceSpeculator
@@ -60,7 +61,7 @@ class Machine:
     def overhead_ms(self, streams: int) -> float:
         return 0.1 + 0.01 * streams
 
-    def draft_ms(self, rows: int) -> float:
+    def draft_ms(self, rows: float) -> float:
         return self.draft_first + self.draft_row * rows
 
 
@@ -253,12 +254,21 @@ def fixed_speeds(world: World, machine: Machine, streams: int) -> dict[tuple[int
     """Tokens per millisecond of every fixed budget (nodes, depth); (0, 0) is plain decoding."""
     speeds = {(0, 0): plain_speed(machine, streams)}
     for budget, trees in fixed_trees(world).items():
-        ms = 0.0
-        for tree in trees:
-            ms += machine.target_ms(streams * (1 + tree.nodes), streams * CONTEXT) + machine.overhead_ms(streams)
-            ms += sum(machine.draft_ms(streams * count) for count in tree.passes)
-        speeds[budget] = streams * sum(tree.tokens for tree in trees) / ms
+        ms = mean(machine.target_ms(streams * (1 + tree.nodes), streams * CONTEXT) for tree in trees)
+        ms += machine.overhead_ms(streams) + _drafting_ms(machine, streams, trees)
+        speeds[budget] = streams * mean(tree.tokens for tree in trees) / ms
     return speeds
+
+
+def _drafting_ms(machine: Machine, streams: int, trees: Sequence[FixedTree]) -> float:
+    """Expected of a step in which every stream's tree is one of these, by equal chances: a batched pass is run where any stream
+    has nodes for it."""
+    ms = 0.0
+    for level in range(max(len(tree.passes) for tree in trees)):
+        counts = [tree.passes[level] for tree in trees if len(tree.passes) > level]
+        nobody = (1.0 - len(counts) / len(trees)) ** streams
+        ms += (1.0 - nobody) * machine.draft_ms(0) + machine.draft_ms(streams * sum(counts) / len(trees)) - machine.draft_ms(0)
+    return ms
 
 
 @dataclass(frozen=True)

@@ -49,13 +49,14 @@ class _Step:
     """What `budgets` decided, for `admit` and `record` of the same step."""
 
     __slots__ = (
-        "asked", "asking", "drafted", "gains", "lambda_", "node_cost", "plain_ms", "probe", "rows", "state", "views",
+        "asked", "asking", "drafted", "gains", "keys", "lambda_", "node_cost", "plain_ms", "probe", "rows", "state", "views",
     )  # fmt: skip
 
     def __init__(self, state: LoadState, views: int, load: Load) -> None:
         self.state = state
         self.views = views
         self.rows = views + load.prefill_tokens
+        self.keys = load.context / max(1, load.sequences)  # that a sequence holds
         self.plain_ms = self.lambda_ = 0.0
         self.probe = False
         self.drafted = False  # drafters may have been asked
@@ -184,7 +185,7 @@ class PriceSpeculator:
         below is wanted. And what a sequence's 1st, 2nd, ... node costs while the others draft as usual: for one sequence the
         next row's cost, for many the usual cost of one node more (whose rows come next is then anybody's guess)."""
         state, lambda_ = step.state, step.lambda_
-        cheapest, each = state.row_costs(self.costs, step.rows, step.views)
+        cheapest, each = state.row_costs(self.costs, step.rows, step.views, step.keys)
         alone = 1.0 / step.views if state.marginal >= 0.0 else 1.0
         usual = (1.0 - alone) * lambda_ * max(0.0, state.marginal)
         own = alone * lambda_
@@ -223,7 +224,7 @@ class PriceSpeculator:
     def _cut(self, step: _Step, rows: int, order: Sequence[Ranked]) -> int:
         """How many of the nodes, best first, maximise F(n) - lambda T(R + n)."""
         lambda_ = step.lambda_
-        each = self.costs.row_ms(rows, len(order) + 1)
+        each = self.costs.row_ms(rows, len(order) + 1, step.keys)
         best, best_count, net = 0.0, 0, -lambda_ * step.state.overheads.verifying
         for count, (path, _, _) in enumerate(order):
             net += path - lambda_ * each[count]
@@ -243,7 +244,7 @@ class PriceSpeculator:
         total = sum([count for _, _, count in shares])
         if not total:
             return
-        each = step.node_cost = step.lambda_ * sum(self.costs.row_ms(step.rows, total)) / total
+        each = step.node_cost = step.lambda_ * sum(self.costs.row_ms(step.rows, total, step.keys)) / total
         for name, expected, count in shares:
             step.gains[name] = step.gains.get(name, 0.0) + expected - each * count
 

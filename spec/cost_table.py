@@ -1,10 +1,11 @@
 """What a step costs: T(rows, context, sequences) in milliseconds, measured and kept current. Knows milliseconds; refuses
 to know tokens, chances and drafters' insides.
 
-    T = base(rows) + context * per_key + (sequences - 1) * per_sequence      one pass of the target
-    step = T + overhead(sequences)                                           what else a step costs, drafting apart
+    T = base(rows) + context * (per_key + per_pair * rows / sequences) + (sequences - 1) * per_sequence      one pass of the target
+    step = T + overhead(sequences)                                                  what else a step costs, drafting apart
 
-`base` is a monotone piecewise-linear curve over GRID. Start-up measures all three terms; every real step then moves them a
+`base` is a monotone piecewise-linear curve over GRID. A key costs what reading it costs, and what each row of its sequence takes
+to attend to it: `per_pair`, by the mean rows of a sequence. Start-up measures all terms; every real step then moves them a
 little, the curve most at the step's own size. What a step took beyond expectation is shared out by the squares of what the terms
 are expected to hold (normalised least mean squares); a slope that is zero counts as a small one there, so it can grow. Errors are
 relative and clipped at a few times their usual spread, so that a stall of the machine counts like an ordinary slow step, and a
@@ -22,10 +23,11 @@ from statistics import median
 # One past a power of two stands in the grid too: kernels work in tiles, and the first row of a new tile costs more than the next ones.
 GRID = (1, 2, 3, 4, 5, 6, 8, 9, 10, 12, 16, 17, 20, 24, 32, 33, 40, 48, 64, 65, 96, 128, 192, 256, 384, 512, 1024)
 _MEASURED = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 17, 20, 24, 32, 33, 48, 64, 128, 256)  # sizes tried at start-up, while time lasts
-_CONTEXT = 1024  # keys of the pass that tells the cost of context, where so many fit
-# What the slopes count as at least when an error is shared out: so many keys as much as one row's pass, and a sequence this share
-# of a row.
-_KEYS, _SEQUENCE = 16_384, 0.25
+_CONTEXT = 1024  # keys a sequence holds in the passes that tell the cost of context, where so many fit
+_TREE = 8  # rows of the one that tells what a row adds to it
+# What the slopes count as at least when an error is shared out: so many keys as much as one row's pass, so many keys times rows of
+# their sequence, and a sequence this share of a row.
+_KEYS, _PAIRS, _SEQUENCE = 16_384, 8_192, 0.25
 _RATE = 0.04  # share of a (clipped) error that the terms take over together, the curve at the step's own size
 _FAR = 0.25  # of which far sizes take this share: a slower clock slows every size
 _NEAR = 0.6  # and near ones this, or two sizes beside each other could not grow apart
@@ -56,6 +58,7 @@ class CostTable:
         self._base = [1.0 + _ROWS_PRIOR * (rows - 1) for rows in GRID]
         self._scale = 1.0  # of the whole curve: drift that every size shares costs one multiplication
         self._per_key = 0.0
+        self._per_pair = 0.0  # of a key and one of its sequence's rows
         self._per_sequence = 0.0
         self._known = False
         self._spread = 0.1  # usual relative error
@@ -66,19 +69,20 @@ class CostTable:
 
     def pass_ms(self, rows: int, context: int, sequences: int) -> float:
         """One target pass over `rows` nodes of `sequences` rows with `context` committed keys in all."""
-        return self._curve(rows) + context * self._per_key + (sequences - 1) * self._per_sequence
+        keys = context * (self._per_key + self._per_pair * rows / sequences)
+        return self._curve(rows) + keys + (sequences - 1) * self._per_sequence
 
     def step_ms(self, rows: int, context: int, sequences: int) -> float:
         """The same and everything else a step does, drafting apart."""
         return self.pass_ms(rows, context, sequences) + self.overhead_ms(sequences)
 
-    def row_ms(self, rows: int, count: int) -> list[float]:
-        """Milliseconds that each of the next `count` rows adds to a pass over `rows`."""
-        base, scale = self._base, self._scale
+    def row_ms(self, rows: int, count: int, keys: float = 0.0) -> list[float]:
+        """Milliseconds that each of the next `count` rows adds to a pass over `rows`, where a sequence holds so many keys."""
+        base, scale, attending = self._base, self._scale, keys * self._per_pair
         at = min(max(bisect_right(GRID, rows), 1), len(GRID) - 1)
         each: list[float] = []
         while True:
-            step = scale * (base[at] - base[at - 1]) / (GRID[at] - GRID[at - 1])
+            step = scale * (base[at] - base[at - 1]) / (GRID[at] - GRID[at - 1]) + attending
             last = at + 1 >= len(GRID)
             room = count - len(each) if last else min(count - len(each), GRID[at] - rows - len(each))
             each += [step] * room
@@ -122,8 +126,12 @@ class CostTable:
         deadline = clock() + seconds
         sizes = [rows for rows in _MEASURED if rows <= max_rows] or [1]
         taken: dict[tuple[int, int, int], list[float]] = {}
-        each = max(sizes[-1] // 4, 1)
-        wanted = [(rows, 0, 1) for rows in sizes] + [(1, min(_CONTEXT, max_context), 1), (each, 0, each)]
+        each, keys = max(sizes[-1] // 4, 1), min(_CONTEXT, max_context)
+        wanted = [(rows, 0, 1) for rows in sizes] + [(1, keys, 1), (each, 0, each)]
+        wanted += [
+            (min(_TREE, sizes[-1]), min(_CONTEXT, max_context + 1 - min(_TREE, sizes[-1])), 1),
+            (each, each * keys, each),
+        ]
         for repeat in range(6):
             for key in wanted:
                 slow = max(taken[key]) if key in taken else 2.0 * max((max(v) for v in taken.values()), default=0.0)
@@ -143,12 +151,19 @@ class CostTable:
         self._base = _monotone([_interpolate(sizes, values, rows) for rows in GRID])
         self._scale = 1.0
         self._known = True
-        for (rows, context, sequences), ms in taken.items():
-            extra = max(0.0, ms - self._curve(rows))
-            if context:
-                self._per_key = extra / context
-            elif sequences > 1:
-                self._per_sequence = extra / (sequences - 1)
+        extra = {key: max(0.0, ms - self._curve(key[0])) for key, ms in taken.items()}
+        self._per_sequence = next((ms / (key[2] - 1) for key, ms in extra.items() if key[2] > 1 and not key[1]), 0.0)
+        single = {
+            key: max(0.0, ms - (key[2] - 1) * self._per_sequence) for key, ms in extra.items() if key[1] and key[0] == key[2]
+        }
+        if not single:
+            return
+        # One row a sequence: most keys tell most. More rows: what they add to that.
+        self._per_key = sum(single.values()) / sum(context for _, context, _ in single)
+        for (rows, context, sequences), ms in extra.items():
+            if context and rows > sequences:
+                self._per_pair = min(self._per_key, max(0.0, ms / context - self._per_key) / (rows / sequences - 1))
+        self._per_key -= self._per_pair
 
     def record(self, rows: int, context: int, sequences: int, pass_ms: float, overhead_ms: float | None) -> None:
         """One real step without prompt tokens (those are not scored, so they cost less than other rows).
@@ -170,14 +185,17 @@ class CostTable:
         self._share_out(rows, context, sequences, error * expected)
 
     def _share_out(self, rows: int, context: int, sequences: int, missing: float) -> None:
-        """Let the three terms take over their parts of `missing` milliseconds."""
+        """Let the terms take over their parts of `missing` milliseconds."""
         base, others = self._curve(rows), sequences - 1
-        in_keys = context * max(self._per_key, self._curve(1) / _KEYS)
+        pairs, one = context * rows / sequences, self._curve(1)
+        in_keys = context * max(self._per_key, one / _KEYS)
+        in_pairs = pairs * max(self._per_pair, one / _PAIRS)
         in_others = others * max(self._per_sequence, _SEQUENCE * base / rows)
-        share = missing / (base * base + in_keys * in_keys + in_others * in_others)
+        share = missing / (base * base + in_keys * in_keys + in_pairs * in_pairs + in_others * in_others)
         self._shift(rows, share * base)
         if context:
             self._per_key = max(0.0, self._per_key + _RATE * share * in_keys * in_keys / context)
+            self._per_pair = max(0.0, self._per_pair + _RATE * share * in_pairs * in_pairs / pairs)
         if others:
             self._per_sequence = max(0.0, self._per_sequence + _RATE * share * in_others * in_others / others)
 

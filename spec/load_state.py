@@ -81,15 +81,15 @@ class LoadState:
         self._rows: tuple[float, tuple[float, ...]] = (0.0, ())
         self._kept = (-1, -1, -1)  # rows, views, step until which `_rows` holds
 
-    def row_costs(self, costs: CostTable, rows: int, views: int) -> tuple[float, tuple[float, ...]]:
+    def row_costs(self, costs: CostTable, rows: int, views: int, keys: float) -> tuple[float, tuple[float, ...]]:
         """Milliseconds of the cheapest row anybody could be given now, and of one sequence's next rows, its neighbours drafting
-        as usual. Looked up every few steps: the table moves slowly."""
+        as usual. A sequence holds so many keys. Looked up every few steps: the table moves slowly."""
         if self._kept[0] == rows and self._kept[1] == views and self.steps < self._kept[2]:
             return self._rows
         self._kept = (rows, views, self.steps + _KEPT)
         width = max(1, views // 4)
-        first = sum(costs.row_ms(rows, width))
-        last = sum(costs.row_ms(rows + int(self.nodes * views), width))
-        own = costs.row_ms(rows + int(self.nodes * (views - 1)), _PRICED)
+        first = sum(costs.row_ms(rows, width, keys))
+        last = sum(costs.row_ms(rows + int(self.nodes * views), width, keys))
+        own = costs.row_ms(rows + int(self.nodes * (views - 1)), _PRICED, keys)
         self._rows = (min(first, last) / width, tuple(own))
         return self._rows

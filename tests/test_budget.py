@@ -378,9 +378,47 @@ def test_the_cost_of_context_is_learnt(start: float) -> None:
         costs.record(1, context, 1, (linear(1) + true * context) * rng.uniform(0.95, 1.05), 0.0)
     assert costs.pass_ms(1, 20_000, 1) == pytest.approx(linear(1) + 10.0, rel=0.1)
     assert costs.pass_ms(1, 0, 1) == pytest.approx(linear(1), rel=0.25)
-    for _ in range(800):  # and another kernel makes them all but free
+    for _ in range(1000):  # and another kernel makes them all but free
         costs.record(1, rng.choice([20_000, 300]), 1, linear(1) * rng.uniform(0.95, 1.05), 0.0)
     assert costs.pass_ms(1, 20_000, 1) == pytest.approx(linear(1), rel=0.15)
+
+
+def attention(rows: int, context: int, sequences: int) -> float:
+    """Every row attends to all keys of its sequence, and reading a key costs little."""
+    return linear(rows) + context * (5e-5 + 4e-4 * rows / sequences)
+
+
+def test_what_a_row_takes_to_attend_is_measured_at_start_up() -> None:
+    costs = CostTable()
+    costs.measure(attention, max_rows=64, seconds=60.0, clock=lambda: 0.0)
+    for size in ((1, 1024, 1), (8, 600, 1), (16, 9600, 16), (40, 9600, 16)):
+        assert costs.pass_ms(*size) == pytest.approx(attention(*size), rel=0.03)
+    assert costs.row_ms(20, 5, keys=600.0) == pytest.approx([0.5 + 0.24] * 5, rel=0.05)
+
+
+def test_what_a_row_takes_to_attend_is_learnt_and_unlearnt() -> None:
+    rng, costs = random.Random(10), table(linear)
+    for true in (attention, lambda rows, context, sequences: linear(rows)):
+        for _ in range(3000):
+            sequences = rng.choice([1, 4, 16])
+            size = (sequences * rng.choice([1, 1, 2, 4]), sequences * rng.choice([100, 800, 2000]), sequences)
+            costs.record(*size, true(*size) * rng.uniform(0.95, 1.05), 0.0)
+        for size in ((1, 2000, 1), (4, 2000, 1), (16, 12_800, 16), (48, 12_800, 16)):
+            assert costs.pass_ms(*size) == pytest.approx(true(*size), rel=0.12)
+
+
+def test_nodes_behind_long_contexts_must_promise_more() -> None:
+    costs = CostTable()
+    costs.measure(attention, max_rows=64, seconds=60.0, clock=lambda: 0.0)
+    views = [View(seq_id, [1]) for seq_id in range(4)]
+
+    def admitted(keys: int) -> int:
+        rule = PriceSpeculator(Oracle(), costs)
+        budgets = rule.budgets(views, [Limit(16, 16)] * 4, Load(0, 4, 4 * keys))
+        return sum(map(len, rule.admit(views, budgets, {"d": [chain(*[0.8] * 8)] * 4})))
+
+    few, many = admitted(4000), admitted(0)
+    assert few < many
 
 
 def test_context_that_is_always_long_does_not_make_rows_dear() -> None:
@@ -408,7 +446,7 @@ def test_the_probe_of_context_stays_within_what_fits() -> None:
     asked: list[int] = []
 
     def one(rows: int, context: int, sequences: int) -> float:
-        asked.append(context)
+        asked.append(context // sequences + rows // sequences - 1)
         return linear(rows) + 1e-3 * context
 
     costs = CostTable()

@@ -31,6 +31,34 @@ def test_questions_that_pay_are_asked_every_step() -> None:
     assert asked(Patience(), 500, 0.4, 0.06) == 500
 
 
+@pytest.mark.parametrize("chance", [0.3, 0.5])
+def test_bad_luck_is_no_reason_to_rest(chance: float) -> None:
+    """Questions that pay on the whole and tell nothing of the next one: whatever the latest brought, the next one pays too."""
+    patience, rng = Patience(), random.Random(1)
+    asked_in, steps = 0, 4000
+    for step in range(steps):
+        patience.step()
+        if patience.allow(1):
+            asked_in += step >= steps // 2
+            patience.record(1, 1.0 if rng.random() < chance else 0.0, 0.7 * chance)
+    assert asked_in > 0.95 * steps / 2
+
+
+def test_a_barren_stretch_is_a_reason_to_rest() -> None:
+    """The same mean, in stretches: a low mean foretells the next question's vanity."""
+    patience = Patience()
+    vain = paying = 0
+    for step in range(6000):
+        patience.step()
+        pays = step // 300 % 2 == 1
+        if patience.allow(1):
+            patience.record(1, 0.6 if pays else 0.0, 0.2)
+            if step >= 1200:
+                vain, paying = vain + (not pays), paying + pays
+    assert vain < 0.25 * 2400
+    assert paying > 0.85 * 2400
+
+
 def test_one_success_ends_the_rest() -> None:
     patience = Patience()
     asked(patience, 300, 0.0, 0.06)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from bench import price_simulation
-from bench.price_simulation import MACHINES, OF_BEST, OF_PLAIN, Line, Machine, Noise, World, compare, fixed_trees
+from bench.price_simulation import MACHINES, OF_BEST, OF_PLAIN, Line, Machine, Noise, World, compare, fixed_speeds, fixed_trees
 
 QUIET = Noise(spread=0.05, stalls=0.01)
 CPU, SLOW_DRAFTER, GPU = MACHINES
@@ -17,8 +17,8 @@ STEPS = {1: 900, 4: 400, 16: 200, 64: 120}
 CELLS = [(CPU, streams, a) for streams in STEPS for a in (0.2, 0.4, 0.6, 0.8, 0.9)] + [
     (GPU, streams, a) for streams, some in {1: (0.2, 0.6), 4: (0.4, 0.8), 16: (0.2, 0.6), 64: (0.6,)}.items() for a in some
 ]
-# Where the rule falls short of that rival, and by how much it does not fall further.
-SHORT = {(SLOW_DRAFTER, 1, 0.2): 0.88, (SLOW_DRAFTER, 1, 0.4): 0.93, (GPU, 64, 0.4): 0.93, (GPU, 64, 0.9): 0.91}
+# And where it once fell short: bad luck taken for a bad text, the cost of long contexts guessed from a short one.
+CELLS += [(SLOW_DRAFTER, 1, 0.2), (SLOW_DRAFTER, 1, 0.4), (GPU, 16, 0.5), (GPU, 64, 0.3), (GPU, 64, 0.4), (GPU, 64, 0.9)]
 
 
 def name(value: object) -> str:
@@ -29,13 +29,6 @@ def name(value: object) -> str:
 def test_it_is_as_good_as_the_best_fixed_budget(machine: Machine, streams: int, acceptance: float) -> None:
     line = compare(machine, streams, acceptance, steps=STEPS[streams], noise=QUIET)
     assert line.of_best > OF_BEST, line
-    assert line.of_plain >= OF_PLAIN, line
-
-
-@pytest.mark.parametrize(("machine", "streams", "acceptance"), SHORT, ids=name)
-def test_where_it_is_not_it_stays_near(machine: Machine, streams: int, acceptance: float) -> None:
-    line = compare(machine, streams, acceptance, steps=STEPS[streams], noise=QUIET)
-    assert line.of_best > SHORT[machine, streams, acceptance], line
     assert line.of_plain >= OF_PLAIN, line
 
 
@@ -55,6 +48,17 @@ def test_the_rival_chooses_by_true_chances() -> None:
         for smaller, same in means
         if same == depth and smaller < nodes
     )
+
+
+def test_the_rival_pays_for_a_batched_pass_where_any_stream_needs_it() -> None:
+    """Three nodes, three deep: half of the places want a third pass. One stream pays for it half the time, sixteen always."""
+    trees = fixed_trees(World(0.5))[3, 3]
+    share = sum(len(tree.passes) > 2 for tree in trees) / len(trees)
+    assert 0.2 < share < 0.8
+    dear = Machine("dear passes", ((1, 1.0), (2, 1.0)), 1000.0, 0.0)
+    for streams, passes in ((1, sum(len(tree.passes) for tree in trees) / len(trees)), (64, 3.0)):
+        tokens = streams * sum(tree.tokens for tree in trees) / len(trees)
+        assert fixed_speeds(World(0.5), dear, streams)[3, 3] == pytest.approx(tokens / (1000.0 * passes), rel=0.02)
 
 
 @pytest.mark.parametrize(("of_best", "of_plain", "code"), [(0.98, 1.2, 0), (0.96, 1.2, 1), (0.98, 0.99, 1)])
