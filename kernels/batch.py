@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import mmap
 from array import array
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -118,9 +119,15 @@ class KVTensors:
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
-    """Zeros in a private mapping of their own: `torch.zeros` would write all of them now, which makes a gigabyte resident."""
+    """Zeros in a private mapping of their own: `torch.zeros` would write all of them now, which makes a gigabyte resident.
+
+    In large pages where the system has them: with small ones sixteen sequences' keys take 5 % longer to read once the store was
+    written to in an order other than its own."""
     size = math.prod(shape) * dtype.itemsize
     if size == 0:
         return torch.zeros(shape, dtype=dtype, device=device)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel built without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(shape)  # holds the mapping as long as any view of it lives

@@ -87,7 +87,9 @@ class DraftTeam:
         """The sequence starts decoding: its first token of this run is in `token_ids`."""
         for member in list(self._members):
             if sequence.seq_id in member.serves:
-                self._vain = self._wait = 0
+                # One more of n about which nothing is known: so much of what was seen of looks counts no more.
+                self._vain -= self._vain // (len(member.opened) + 1)
+                self._wait = 0
                 try:
                     member.drafter.open(sequence)
                     member.opened.add(sequence.seq_id)

@@ -64,9 +64,9 @@ class NativeLooker:
         words: list[int] = []
         for own, fresh, newer, older, shortest, least in rows:
             own.tokens += fresh
-            # An empty list holds nothing to find, so it counts as none.
-            others = newer.handle if newer else 0, older.handle if older else 0  # type: ignore[attr-defined]
-            words += (own.handle, *others, shortest, least, len(fresh))  # type: ignore[attr-defined]
+            second = 0 if newer is None else newer.handle  # type: ignore[attr-defined]
+            third = 0 if older is None else older.handle  # type: ignore[attr-defined]
+            words += (own.handle, second, third, shortest, least, len(fresh))  # type: ignore[attr-defined]
             words += fresh
         packed = array("q", words)
         count = self._look(self._handle, packed.buffer_info()[0], len(rows))
