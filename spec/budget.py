@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from spec.calibration import Calibration
 from spec.cost_table import CostTable
-from spec.drafter import Budget, SequenceView
+from spec.drafter import Budget, ChanceTable, SequenceView
 from spec.guard import Worth
 from spec.load_state import LoadState
 from spec.offers import Offers, Ranked
@@ -169,8 +169,8 @@ class PriceSpeculator:
                 found.append(_NO_DRAFT)
                 continue
             nodes = min(_most(view, limit), most)
-            chance = self._chance(view, refused, step.asked)
-            found.append(Budget(nodes, min(limit.max_depth, nodes), price, pass_price, chance, entry, prices))
+            chance, table = self._chance(view, refused, step.asked)
+            found.append(Budget(nodes, min(limit.max_depth, nodes), price, pass_price, chance, entry, prices, table))
         return found
 
     def _asks(self, view: SequenceView, limit: Limit) -> bool:
@@ -190,8 +190,10 @@ class PriceSpeculator:
         own = alone * lambda_
         return lambda_ * cheapest, tuple([usual + own * ms for ms in each])
 
-    def _chance(self, view: SequenceView, refused: set[str], asked: set[str]) -> Callable[[str, int, int, float], float]:
-        calibrated = self.calibration.chance
+    def _chance(
+        self, view: SequenceView, refused: set[str], asked: set[str]
+    ) -> tuple[Callable[[str, int, int, float], float], Callable[[str], ChanceTable | None]]:
+        calibrated, tables = self.calibration.chance, self.calibration.table
         greedy = view.sampling.temperature == 0.0
         wanted = view.policy.drafters
         factors = self._skill.factors(view.seq_id)
@@ -205,7 +207,12 @@ class PriceSpeculator:
             factor = factors.get(drafter)
             return p if factor is None else min(1.0, p * factor)
 
-        return chance
+        def table(drafter: str) -> ChanceTable | None:
+            if drafter in refused or (wanted is not None and drafter not in wanted):
+                return None
+            return ChanceTable(tables(drafter, greedy), factors.get(drafter, 1.0))
+
+        return chance, table
 
     # --- after drafting -----------------------------------------------------------------------------------------------
 

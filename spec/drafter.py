@@ -5,6 +5,7 @@ A drafter never schedules, allocates pages, sees text, or raises because it coul
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -41,6 +42,14 @@ class SequenceView(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class ChanceTable:
+    """`Budget.chance` of one drafter as plain numbers: `factor` times spec.calibration's table, at most 1. Valid during the call."""
+
+    values: array[float]  # "d"
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
 class Budget:
     """What one sequence may draft now. Expected tokens are the currency.
 
@@ -59,6 +68,7 @@ class Budget:
         0.0  # the chance from which on a first node pays for itself and for its share of what asking and any tree cost
     )
     prices: tuple[float, ...] = ()  # what the sequence's 1st, 2nd, ... node costs, the last one holding on; () = `price`
+    table: Callable[[str], ChanceTable | None] | None = None  # of a drafter; None where chances are no table
 
     def wants(self, drafter: str) -> bool:
         """Whether this drafter should draft at all; asked before any work is done."""
