@@ -17,7 +17,7 @@ from spec.calibration import DEPTH_CELLS, EDGES, RANKS
 from spec.drafter import Budget, ChanceTable, SequenceView
 from spec.tree import NOTHING, Proposal
 
-_SIZES = 12  # powers of two of nodes in a pass that are priced
+WIDTH = 4  # nodes of one sequence expanded per pass
 
 
 def growth_rules(fan: int, width: int, names: Sequence[int] | None) -> GrowthRules:
@@ -53,7 +53,8 @@ def grow_at_once(
     passes: PassClock,
 ) -> tuple[Grown, float]:
     """The trees, and the milliseconds of all passes but the first."""
-    grown = grower.grow(rows, features, [price(passes.estimate(1 << size)) for size in range(_SIZES)])
+    most = (WIDTH * len(rows) - 1).bit_length()  # power of two of nodes in a pass
+    grown = grower.grow(rows, features, [price(passes.estimate(1 << size)) for size in range(most + 1)])
     later = 0.0
     for nodes, ms in grown.passes[1:]:
         passes.record(nodes, ms)

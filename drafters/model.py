@@ -15,9 +15,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from drafters.at_once import grow_at_once, growing_row, proposal_of, tables_of
+from drafters.at_once import WIDTH, grow_at_once, growing_row, proposal_of, tables_of
 from drafters.draft_rows import DraftRow, draft_inputs
 from drafters.draws import choices, is_drawn, wanted
+from drafters.dull import Dull
 from drafters.faults import MAX_FAULTS, Faults
 from drafters.filled import Draft, FilledPages, Pages
 from drafters.forest import chain_after, forest
@@ -32,7 +33,6 @@ from spec.drafter import Budget, ChanceTable, Outcome, SequenceView
 from spec.tree import NOTHING, Proposal
 
 FAN = 4  # children scored per node
-WIDTH = 4  # nodes of one sequence expanded per pass
 _WINDOW = 63  # tree nodes of one sequence in one pass
 _BACKLOG_STEPS = 48.0  # drafting steps over which the cost of a backlog is spread when its worth is judged
 
@@ -41,6 +41,7 @@ class ModelDrafter:
     """The `Drafter` protocol over any decoder whose scores name the target's tokens."""
 
     watches = True
+    sure = False
 
     def __init__(
         self,
@@ -80,6 +81,7 @@ class ModelDrafter:
         self._first = PassClock()  # of the pass over committed tokens, which finds caches swept by the target
         self._passes = passes or PassClock()  # of those that follow
         self._drafts: dict[int, Draft] = {}
+        self._dull = Dull()
         self._filled = FilledPages(pages, store.page_size)
         self._faults = Faults(f"drafter {name}")
 
@@ -88,6 +90,10 @@ class ModelDrafter:
     def open(self, view: SequenceView) -> None:
         if view.seq_id not in self._drafts:
             self._drafts[view.seq_id] = self._filled.begin(view)
+
+    def hopes(self, views: Sequence[SequenceView]) -> list[int]:
+        """Sequences on which a pass promised enough when it was last asked about, or that are due to be asked about again."""
+        return [] if self._faults.given_up else self._dull.left(views)
 
     def observe(self, outcomes: Sequence[Outcome], hidden: torch.Tensor) -> None:
         """Drafted tokens that were committed are valid: their keys are in place. Read now, while the sequence still
@@ -103,8 +109,17 @@ class ModelDrafter:
             if not outcome.finished and self._inputs.pending(outcome.view.seq_id) > self._inputs.most_pending:
                 self._work_off(outcome.view)
 
+    def watch(self, views: Sequence[SequenceView], hidden: torch.Tensor) -> None:
+        if self._faults.given_up:
+            return
+        self._inputs.watch(views, hidden)
+        for view in views:
+            if self._inputs.pending(view.seq_id) > self._inputs.most_pending:
+                self._work_off(view)
+
     def close(self, seq_id: int) -> None:
         self._drafts.pop(seq_id, None)
+        self._dull.forget(seq_id)
         self._inputs.close(seq_id)
 
     def propose(self, views: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[Proposal]:
@@ -157,7 +172,9 @@ class ModelDrafter:
         backlog = min(self._catch_up_tokens, sum([len(g.view.token_ids) - g.draft.valid for g in growing]))
         cost = price(self._first.estimate(len(growing))) + price(self._first.estimate(backlog)) / _BACKLOG_STEPS
         if sum([g.growth.promise(None) for g in growing]) <= cost:
+            self._dull.note([g.view for g in growing])
             return proposals
+        self._dull.clear([g.view for g in growing])
         spans = due(growing, self._catch_up_tokens)
         if self._grower is not None:
             own = [budgets[g.place] for g, _ in spans]

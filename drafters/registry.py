@@ -14,12 +14,12 @@ from pathlib import Path
 
 import torch
 
-from drafters.at_once import growth_rules
+from drafters.at_once import WIDTH, growth_rules
 from drafters.draws import TopShares
 from drafters.grammar import GrammarDrafter
 from drafters.heads import HeadsDrafter
 from drafters.layer_models import HEADS_FORMAT, LayerModel, load_attention_head
-from drafters.model import FAN, WIDTH, ModelDrafter
+from drafters.model import FAN, ModelDrafter
 from drafters.node_inputs import NodeInputs, TargetStates, TokensOnly
 from drafters.published import is_eagle, load_eagle
 from drafters.scoring import OneCallScorer

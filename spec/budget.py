@@ -13,7 +13,7 @@ load T grows faster in rows, so trees shrink to chains and chains to nothing, wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from spec.calibration import Calibration
 from spec.cost_table import CostTable
@@ -111,6 +111,11 @@ class PriceSpeculator:
             allowed = allowed or self._patience.allow(view.seq_id)
         return not willing or state.guard.rests() or not allowed
 
+    def refused(self, sequences: int) -> Collection[str]:
+        """Drafters that do not earn their time under this load and are not asked for now."""
+        state = self._loads.get(max(0, sequences - 1).bit_length())
+        return () if state is None else [name for name, worth in state.worth.items() if worth.resting]
+
     def _count_step(self) -> None:
         self._patience.step()
         self._skill.step()
@@ -120,6 +125,8 @@ class PriceSpeculator:
         if state is None:
             return
         state.passed += steps
+        for worth in state.worth.values():
+            worth.passed(steps)
         if load.prefill_tokens or load.sequences != sequences:
             return
         # What plain decoding takes, from a step that really was: nothing of drafting was in it.

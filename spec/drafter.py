@@ -112,8 +112,20 @@ class Drafter(Protocol):
 
 
 class Glancing(Drafter, Protocol):
-    """A drafter that can tell at next to no cost that it has nothing to offer. Where all of them say so the step is plain decoding."""
+    """A drafter that can tell at next to no cost that it has nothing to offer. Where all of them say so the step is plain decoding.
+
+    `sure`: where it hopes it has something to offer as a rule, so a question that came to nothing says nothing of the sequence."""
+
+    sure: bool
 
     def hopes(self, views: Sequence[SequenceView]) -> Sequence[int]:
         """Which of the views (their indices) may bring anything when asked about now. Asked before anything else in a step; a wrong
         answer costs speed only."""
+
+
+class Watching(Drafter, Protocol):
+    """A drafter that watches and can be told of a plain step in few words."""
+
+    def watch(self, views: Sequence[SequenceView], hidden: torch.Tensor) -> None:
+        """Told instead of `observe` of a step in which nothing was drafted, every row was a view's last token and each got one more: row
+        i of `hidden` is the state that said view i's. `hidden` is valid only during the call."""

@@ -8,7 +8,7 @@ A speculator in trouble is contained the same way: the step goes on as plain dec
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -33,9 +33,16 @@ class _Member:
     drafter: Drafter
     name: str
     hopes: Callable[[Sequence[SequenceView]], Sequence[int]] | None  # of spec.drafter.Glancing
+    watch: Callable[[Sequence[SequenceView], torch.Tensor], None] | None  # of spec.drafter.Watching
+    sure: bool
     faults: int = 0
     serves: set[int] = field(default_factory=set)  # sequences whose policy lets it draft
     opened: set[int] = field(default_factory=set)  # of those, the ones that decode
+
+
+def _member(drafter: Drafter) -> _Member:
+    hopes, watch = getattr(drafter, "hopes", None), getattr(drafter, "watch", None)
+    return _Member(drafter, drafter.name, hopes, watch, getattr(drafter, "sure", True))
 
 
 class DraftTeam:
@@ -48,12 +55,14 @@ class DraftTeam:
         self.seconds = {drafter.name: 0.0 for drafter in drafters}
         self.faults = {drafter.name: 0 for drafter in drafters}
         self.last_ms: dict[str, float] = {}  # drafting time of the latest step that decoded
-        self._members = [_Member(drafter, drafter.name, getattr(drafter, "hopes", None)) for drafter in drafters]
+        self._members = [_member(drafter) for drafter in drafters]
         self._untold = 0  # plain steps the speculator does not know of
         self._hopes: list[bool] | None = None  # of the sequences in this step; None = nobody can tell
+        self._sure = True  # only drafters that are sure of it have hope
         self._vain = 0  # looks since a tree came of one
         self._wait = 0  # steps until the next look
         self._patient = getattr(speculator, "patient", False)  # of spec.speculator.Patient
+        self._refused: Callable[[int], Collection[str]] = getattr(speculator, "refused", _nobody)
         self._speculator = speculator
         self._vocab_size = vocab_size
         self._clock = clock
@@ -69,8 +78,8 @@ class DraftTeam:
 
     @property
     def hoped(self) -> bool:
-        """Whether only sequences with hope were asked about in this step."""
-        return self._hopes is not None
+        """Whether only sequences were asked about in this step that somebody was sure of."""
+        return self._hopes is not None and self._sure
 
     # --- a sequence's life ------------------------------------------------------------------------------------------
 
@@ -146,9 +155,11 @@ class DraftTeam:
     def _look(self, sequences: Sequence[EngineSequence]) -> list[bool] | None:
         """For which sequences some drafter has hope. None when one of them cannot tell."""
         hopes = [False] * len(sequences)
+        self._sure = True
+        refused = self._refused(len(sequences))
         for member in list(self._members):
             opened = member.opened
-            if not opened:
+            if not opened or member.name in refused:
                 continue
             if member.hopes is None:
                 return None
@@ -159,6 +170,7 @@ class DraftTeam:
             try:
                 for i in member.hopes([sequences[i] for i in mine]):
                     hopes[mine[i]] = True
+                    self._sure = self._sure and member.sure
             except Exception as error:
                 self._fault(member, None, f"hopes raised {error!r}")
             self.seconds[member.name] += self._clock() - start
@@ -216,6 +228,29 @@ class DraftTeam:
             except Exception as error:
                 self._fault(member, None, f"observe raised {error!r}")
             self._charge(member, start)
+
+    def watch(self, sequences: Sequence[EngineSequence], hidden: torch.Tensor) -> bool:
+        """Tell those who watch of a step in which every sequence got one token, `hidden` [sequences, H]. False: somebody wants outcomes."""
+        watching = [member for member in self._members if member.drafter.watches]
+        if any(member.watch is None for member in watching):
+            return False
+        for member in watching:
+            serves = member.serves
+            if not serves:
+                continue
+            mine = [i for i, sequence in enumerate(sequences) if sequence.seq_id in serves]
+            if not mine or member.watch is None:
+                continue
+            start = self._clock()
+            try:
+                if len(mine) == len(sequences):
+                    member.watch(sequences, hidden)
+                else:
+                    member.watch([sequences[i] for i in mine], hidden[mine])
+            except Exception as error:
+                self._fault(member, None, f"watch raised {error!r}")
+            self.seconds[member.name] += self._clock() - start
+        return True
 
     def record(self, step: StepRecord) -> None:
         try:
@@ -278,6 +313,10 @@ class DraftTeam:
             log.warning("drafter %s is switched off after %d faults; the last one: %s", member.name, MAX_FAULTS, what)
             for served in member.serves:
                 _quietly(member.drafter.close, served)
+
+
+def _nobody(_sequences: int) -> Collection[str]:
+    return ()
 
 
 def find_flaw(proposal: Proposal, budget: Budget, vocab_size: int) -> str | None:

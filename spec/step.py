@@ -80,7 +80,9 @@ def speculative_step(core: Core, plan: StepPlan, planned: float) -> list[TokenEv
     committed = clock()
 
     if team.active:
-        if not resting or team.watches or any(event.finish_reason is not None for event in events):
+        ended = any(event.finish_reason is not None for event in events)
+        watched = resting and not ended and _plain(plan, scores) and team.watch(sequences, scores.hidden)
+        if not resting or ended or (team.watches and not watched):
             outcomes = _outcomes(plan.rows, sequences, trees, acceptances)
             team.observe(outcomes, scores.hidden)
         if resting:
@@ -203,6 +205,11 @@ def _outcomes(
         outcomes.append(Outcome(sequence, tree, path, next_id, node, count, finished))
         node += count
     return outcomes
+
+
+def _plain(plan: StepPlan, scores: TargetScores) -> bool:
+    """Whether every row was a decoding sequence's last token."""
+    return plan.num_decoding == len(plan.rows) == scores.hidden.shape[0]
 
 
 def _load(plan: StepPlan) -> Load:

@@ -15,10 +15,10 @@ from drafting import GREEDY, Pool, View, accept_along
 from engine_kit import has_native
 
 from drafters import registry
-from drafters.at_once import growth_rules
+from drafters.at_once import WIDTH, growth_rules
 from drafters.growth import PassClock
 from drafters.layer_models import LayerModel, load_attention_head
-from drafters.model import FAN, WIDTH, ModelDrafter
+from drafters.model import FAN, ModelDrafter
 from drafters.node_inputs import NodeInputs, TargetStates, TokensOnly
 from drafters.scoring import OneCallScorer
 from drafters.tensor_file import TensorFile
