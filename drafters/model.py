@@ -109,10 +109,10 @@ class ModelDrafter:
             if not outcome.finished and self._inputs.pending(outcome.view.seq_id) > self._inputs.most_pending:
                 self._work_off(outcome.view)
 
-    def watch(self, views: Sequence[SequenceView], hidden: torch.Tensor) -> None:
+    def watch(self, views: Sequence[SequenceView], steps: Sequence[torch.Tensor], behind: int) -> None:
         if self._faults.given_up:
             return
-        self._inputs.watch(views, hidden)
+        self._inputs.watch(views, steps, behind)
         for view in views:
             if self._inputs.pending(view.seq_id) > self._inputs.most_pending:
                 self._work_off(view)

@@ -27,8 +27,8 @@ class NodeInputs(Protocol):
     def observe(self, outcomes: Sequence[Outcome], hidden: torch.Tensor) -> None:
         """Keep of the target's states what will be wanted. `hidden` is only lent."""
 
-    def watch(self, views: Sequence[SequenceView], hidden: torch.Tensor) -> None:
-        """The same of a step in which each view got one token; row i of `hidden` said view i's."""
+    def watch(self, views: Sequence[SequenceView], steps: Sequence[torch.Tensor], behind: int) -> None:
+        """The same of plain steps, see spec.drafter.Watching."""
 
     def pending(self, seq_id: int) -> int:
         """States kept for this sequence."""
@@ -56,7 +56,7 @@ class TokensOnly:
     def observe(self, outcomes: Sequence[Outcome], hidden: torch.Tensor) -> None:
         pass
 
-    def watch(self, views: Sequence[SequenceView], hidden: torch.Tensor) -> None:
+    def watch(self, views: Sequence[SequenceView], steps: Sequence[torch.Tensor], behind: int) -> None:
         pass
 
     def pending(self, seq_id: int) -> int:
@@ -105,10 +105,13 @@ class TargetStates:
             for place, node in enumerate(path, known):
                 run.add(position + place, hidden, first + known + node, 1, address)
 
-    def watch(self, views: Sequence[SequenceView], hidden: torch.Tensor) -> None:
-        address = row_address(hidden)
+    def watch(self, views: Sequence[SequenceView], steps: Sequence[torch.Tensor], behind: int) -> None:
+        placed = list(enumerate(steps, -behind - len(steps)))
+        addresses = [row_address(hidden) for hidden in steps]
         for row, view in enumerate(views):
-            self._run(view.seq_id).add(view.num_kv - 1, hidden, row, 1, address)
+            run, end = self._run(view.seq_id), view.num_kv
+            for (before, hidden), address in zip(placed, addresses, strict=True):
+                run.add(end + before, hidden, row, 1, address)
 
     def _run(self, seq_id: int) -> StateRun:
         found = self._runs.get(seq_id)

@@ -124,8 +124,9 @@ class Glancing(Drafter, Protocol):
 
 
 class Watching(Drafter, Protocol):
-    """A drafter that watches and can be told of a plain step in few words."""
+    """A drafter that watches and can be told of plain steps in few words, some of them at once."""
 
-    def watch(self, views: Sequence[SequenceView], hidden: torch.Tensor) -> None:
-        """Told instead of `observe` of a step in which nothing was drafted, every row was a view's last token and each got one more: row
-        i of `hidden` is the state that said view i's. `hidden` is valid only during the call."""
+    def watch(self, views: Sequence[SequenceView], steps: Sequence[torch.Tensor], behind: int) -> None:
+        """Told instead of `observe` of steps in which nothing was drafted, every row was a view's last token and each got one more: row
+        i of steps[j] is the state that said view i's. `behind`: tokens of each view that came after the last of those steps. The states are
+        valid only during the call."""

@@ -33,7 +33,7 @@ class _Member:
     drafter: Drafter
     name: str
     hopes: Callable[[Sequence[SequenceView]], Sequence[int]] | None  # of spec.drafter.Glancing
-    watch: Callable[[Sequence[SequenceView], torch.Tensor], None] | None  # of spec.drafter.Watching
+    watch: Callable[[Sequence[SequenceView], Sequence[torch.Tensor], int], None] | None  # of spec.drafter.Watching
     sure: bool
     faults: int = 0
     serves: set[int] = field(default_factory=set)  # sequences whose policy lets it draft
@@ -56,13 +56,15 @@ class DraftTeam:
         self.faults = {drafter.name: 0 for drafter in drafters}
         self.last_ms: dict[str, float] = {}  # drafting time of the latest step that decoded
         self._members = [_member(drafter) for drafter in drafters]
+        self._plain_views: Sequence[EngineSequence] = []  # of plain steps that watching drafters were not told of
+        self._plain_states: list[torch.Tensor] = []
         self._untold = 0  # plain steps the speculator does not know of
         self._hopes: list[bool] | None = None  # of the sequences in this step; None = nobody can tell
         self._sure = True  # only drafters that are sure of it have hope
         self._vain = 0  # looks since a tree came of one
         self._wait = 0  # steps until the next look
         self._patient = getattr(speculator, "patient", False)  # of spec.speculator.Patient
-        self._refused: Callable[[int], Collection[str]] = getattr(speculator, "refused", _nobody)
+        self._refused: Callable[[int], Collection[str]] = getattr(speculator, "refused", nobody)
         self._speculator = speculator
         self._vocab_size = vocab_size
         self._clock = clock
@@ -105,6 +107,7 @@ class DraftTeam:
 
     def close(self, seq_id: int) -> None:
         """The sequence left: finished, cancelled or preempted."""
+        self.settle()
         for member in list(self._members):
             if seq_id in member.serves:  # it was told of the prompt's chunks even where decoding never began
                 member.serves.discard(seq_id)
@@ -229,28 +232,41 @@ class DraftTeam:
                 self._fault(member, None, f"observe raised {error!r}")
             self._charge(member, start)
 
-    def watch(self, sequences: Sequence[EngineSequence], hidden: torch.Tensor) -> bool:
-        """Tell those who watch of a step in which every sequence got one token, `hidden` [sequences, H]. False: somebody wants outcomes."""
+    def watch(self, sequences: Sequence[EngineSequence], hidden: torch.Tensor, held: int) -> bool:
+        """A plain step, in which every sequence got one token. Those who watch are told of `held` such steps at once, or when `settle` is
+        called, which must be before more than `held` - 1 passes have followed. False: somebody wants outcomes."""
         watching = [member for member in self._members if member.drafter.watches]
         if any(member.watch is None for member in watching):
             return False
-        for member in watching:
+        if watching:
+            if self._plain_views != sequences:
+                self.settle(1)
+                self._plain_views = sequences
+            self._plain_states.append(hidden)
+            if len(self._plain_states) >= held:
+                self.settle()
+        return True
+
+    def settle(self, behind: int = 0) -> None:
+        """Tell of the plain steps not told yet. `behind`: steps that were committed after them."""
+        if not self._plain_states:
+            return
+        views, states = self._plain_views, self._plain_states
+        self._plain_views, self._plain_states = [], []
+        for member in list(self._members):
             serves = member.serves
-            if not serves:
-                continue
-            mine = [i for i, sequence in enumerate(sequences) if sequence.seq_id in serves]
-            if not mine or member.watch is None:
+            mine = [i for i, view in enumerate(views) if view.seq_id in serves]
+            if not mine or member.watch is None or not member.drafter.watches:
                 continue
             start = self._clock()
             try:
-                if len(mine) == len(sequences):
-                    member.watch(sequences, hidden)
+                if len(mine) == len(views):
+                    member.watch(views, states, behind)
                 else:
-                    member.watch([sequences[i] for i in mine], hidden[mine])
+                    member.watch([views[i] for i in mine], [step[mine] for step in states], behind)
             except Exception as error:
                 self._fault(member, None, f"watch raised {error!r}")
             self.seconds[member.name] += self._clock() - start
-        return True
 
     def record(self, step: StepRecord) -> None:
         try:
@@ -315,7 +331,7 @@ class DraftTeam:
                 _quietly(member.drafter.close, served)
 
 
-def _nobody(_sequences: int) -> Collection[str]:
+def nobody(_sequences: int) -> Collection[str]:
     return ()
 
 

@@ -59,6 +59,9 @@ def speculative_step(core: Core, plan: StepPlan, planned: float) -> list[TokenEv
     team, decoding = core.team, sequences[: plan.num_decoding]
     resting = not team.active or (bool(decoding) and team.rests(decoding))
     drafting = bool(decoding) and not resting
+    plain = resting and plan.num_decoding == len(plan.rows)
+    if not plain:
+        team.settle()
     trees = [EMPTY_TREE] * len(plan.rows)
     if drafting:
         trees[: plan.num_decoding] = _propose(core, plan, decoding)
@@ -81,8 +84,10 @@ def speculative_step(core: Core, plan: StepPlan, planned: float) -> list[TokenEv
 
     if team.active:
         ended = any(event.finish_reason is not None for event in events)
-        watched = resting and not ended and _plain(plan, scores) and team.watch(sequences, scores.hidden)
-        if not resting or ended or (team.watches and not watched):
+        told = plain and not ended and team.watch(sequences, scores.hidden, core.target.held)
+        if not resting or ended or (team.watches and not told):
+            if plain:
+                team.settle(1)
             outcomes = _outcomes(plan.rows, sequences, trees, acceptances)
             team.observe(outcomes, scores.hidden)
         if resting:
@@ -205,11 +210,6 @@ def _outcomes(
         outcomes.append(Outcome(sequence, tree, path, next_id, node, count, finished))
         node += count
     return outcomes
-
-
-def _plain(plan: StepPlan, scores: TargetScores) -> bool:
-    """Whether every row was a decoding sequence's last token."""
-    return plan.num_decoding == len(plan.rows) == scores.hidden.shape[0]
 
 
 def _load(plan: StepPlan) -> Load:

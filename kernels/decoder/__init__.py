@@ -99,7 +99,8 @@ class PackedDecoder(Decoder, Protocol):
 
     def over(self, store: KVTensors) -> PackedPass:
         """`forward` over one store as a function of (inputs, need_logits): argmax [R], logits [R, vocab_size] when asked for, hidden
-        [N, hidden], and whether all of hidden is finite. What it returns is valid until its next call."""
+        [N, hidden], and whether all of hidden is finite. What it returns is valid until its next call; hidden, where the function has a number
+        `held`, until as many calls later."""
 
 
 Drafted = tuple[torch.Tensor, Sequence[int], Sequence[float]]
