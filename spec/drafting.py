@@ -15,9 +15,10 @@ import torch
 
 from spec.drafter import Budget, Drafter, Outcome, SequenceView
 from spec.errors import InvariantError
+from spec.flaws import find_flaw, too_large
 from spec.sequence import Sequence as EngineSequence
 from spec.speculator import Limit, Load, Speculator, StepRecord
-from spec.tree import NOTHING, ROOT, DraftTree, Proposal
+from spec.tree import NOTHING, DraftTree, Proposal
 
 MAX_FAULTS = 3
 TELL_EVERY = 8  # plain steps
@@ -209,7 +210,7 @@ class DraftTeam:
             return None
         try:
             trees = self._speculator.admit(sequences, budgets, proposals)
-            if any(_too_large(tree, budget) for tree, budget in zip(trees, budgets, strict=True)):
+            if any(too_large(tree, budget) for tree, budget in zip(trees, budgets, strict=True)):
                 raise InvariantError("a tree is above its budget")
         except Exception as error:
             self._speculator_fault("admit", error)
@@ -333,36 +334,6 @@ class DraftTeam:
 
 def nobody(_sequences: int) -> Collection[str]:
     return ()
-
-
-def find_flaw(proposal: Proposal, budget: Budget, vocab_size: int) -> str | None:
-    """What is wrong with a proposal, or None."""
-    ids, parents = proposal.token_ids, proposal.parents
-    count = len(ids)
-    if count > budget.max_nodes:
-        return f"{count} nodes were drafted, {budget.max_nodes} allowed"
-    if not count == len(parents) == len(proposal.confidence) == len(proposal.ranks):
-        return "token_ids, parents, confidence and ranks differ in length"
-    if proposal.draft_probs is not None and len(proposal.draft_probs) != count:
-        return "draft_probs and token_ids differ in length"
-    if min(ids) < 0 or max(ids) >= vocab_size:
-        return f"a token id is outside the vocabulary of {vocab_size}"
-    if not all(0.0 <= score <= 1.0 for score in proposal.confidence):  # NaN fails every comparison
-        return "a confidence is not between 0 and 1"
-    if min(proposal.ranks) < 0:
-        return "a rank is negative"
-    depths: list[int] = []
-    for node, parent in enumerate(parents):
-        if not ROOT <= parent < node:
-            return f"node {node} has parent {parent}; a parent must come before its child"
-        depths.append(1 if parent == ROOT else depths[parent] + 1)
-    if max(depths) > budget.max_depth:
-        return f"a node has depth {max(depths)}, {budget.max_depth} allowed"
-    return None
-
-
-def _too_large(tree: DraftTree, budget: Budget) -> bool:
-    return len(tree) > budget.max_nodes or max(tree.depths, default=0) > budget.max_depth
 
 
 def _quietly(close: Callable[[int], None], seq_id: int) -> None:
