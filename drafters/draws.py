@@ -41,10 +41,15 @@ def is_drawn(view: SequenceView) -> bool:
     return view.policy.rule == "rejection" and view.sampling.temperature > 0.0
 
 
+def temperature_of(view: SequenceView) -> float:
+    """At which a draft's shares are taken."""
+    return max(view.sampling.temperature or 1.0, _COLDEST)
+
+
 def wanted(views: Sequence[SequenceView], fan: int, columns: int, *, draw: bool = True) -> tuple[int, list[float] | None]:
     """What a pass must tell of each row: how many of the best tokens, and at which temperature (None = 1 everywhere)."""
     count = SUPPORT if draw and any(is_drawn(view) for view in views) else fan
-    temperatures = [max(view.sampling.temperature or 1.0, _COLDEST) for view in views]
+    temperatures = [temperature_of(view) for view in views]
     return min(count, columns), temperatures if any(t != 1.0 for t in temperatures) else None
 
 

@@ -19,6 +19,7 @@ class GrammarDrafter:
 
     name = "grammar"
     watches = False
+    sure = True
 
     def open(self, view: SequenceView) -> None:
         pass

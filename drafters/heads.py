@@ -102,6 +102,11 @@ class HeadsDrafter:
         for view, state in zip(kept, states, strict=True):
             self._hidden[view.seq_id] = (len(view.token_ids), state)
 
+    def watch(self, views: Sequence[SequenceView], steps: Sequence[torch.Tensor], behind: int) -> None:
+        """The last of the steps is all that counts."""
+        for view, state in zip(views, steps[-1].float().clone(), strict=True):
+            self._hidden[view.seq_id] = (len(view.token_ids) - behind, state)
+
     def close(self, seq_id: int) -> None:
         self._hidden.pop(seq_id, None)
 

@@ -12,63 +12,36 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
+from drafters.at_once import WIDTH, grow_at_once, growing_row, proposal_of, tables_of
 from drafters.draft_rows import DraftRow, draft_inputs
 from drafters.draws import choices, is_drawn, wanted
+from drafters.dull import Dull
 from drafters.faults import MAX_FAULTS, Faults
 from drafters.filled import Draft, FilledPages, Pages
 from drafters.forest import chain_after, forest
 from drafters.growth import Growth, Node, PassClock, grow
 from drafters.node_inputs import NodeInputs, State, TokensOnly
 from drafters.scoring import DecoderScorer, DraftDecoder, Scored, Scorer
+from drafters.spans import Growing, Span, due, state_above
 from kernels.batch import KVTensors
+from kernels.draft_tree import GrowthRow, TreeGrower
 from kernels.top_shares.reference import top_shares
-from spec.drafter import Budget, Outcome, SequenceView
+from spec.drafter import Budget, ChanceTable, Outcome, SequenceView
 from spec.tree import NOTHING, Proposal
 
+FAN = 4  # children scored per node
 _WINDOW = 63  # tree nodes of one sequence in one pass
 _BACKLOG_STEPS = 48.0  # drafting steps over which the cost of a backlog is spread when its worth is judged
-
-
-class _Growing:
-    """A sequence being drafted for in this call."""
-
-    __slots__ = ("chain", "draft", "growth", "place", "room", "root", "view")
-
-    def __init__(self, place: int, view: SequenceView, draft: Draft, growth: Growth, room: int) -> None:
-        self.place = place
-        self.view = view
-        self.draft = draft
-        self.growth = growth
-        self.room = room  # slots after the root
-        self.root: State | None = None
-        self.chain: list[Node] = []  # nodes whose keys lie right after the root, each the child of the one before
-
-
-def _state_above(g: _Growing, node: Node) -> State:
-    found: State | None = g.root if node.parent is None else node.parent.state
-    if found is None:
-        raise ValueError("a node was to be run before its parent")
-    return found
-
-
-@dataclass(frozen=True, slots=True)
-class _Span:
-    """Committed tokens `draft.valid` .. `stop - 1` of a sequence, to be run as a chain; the last one scored or not."""
-
-    view: SequenceView
-    draft: Draft
-    stop: int
-    scored: bool
 
 
 class ModelDrafter:
     """The `Drafter` protocol over any decoder whose scores name the target's tokens."""
 
     watches = True
+    sure = False
 
     def __init__(
         self,
@@ -81,28 +54,34 @@ class ModelDrafter:
         token_ids: Sequence[int] | None = None,
         inputs: NodeInputs | None = None,
         score: Scorer | None = None,
-        fan: int = 4,
-        width: int = 4,
+        grower: TreeGrower | None = None,
+        fan: int = FAN,
+        width: int = WIDTH,
         catch_up_tokens: int = 256,
+        passes: PassClock | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`vocab_size`: columns below it may be proposed (padding rows above it never are). `token_ids`: the target's token of each
-        column; None = its own number. `score`: a pass over `store`; None = the decoder's own forward. `fan`: children scored per node. `width`: nodes of one sequence expanded per pass.
-        `catch_up_tokens`: committed tokens run per step, all together. `clock`: seconds.
+        column; None = its own number. `score`: a pass over `store`; None = the decoder's own forward. `grower`: whole trees over
+        `store`, made for the same `fan`, `width` and tokens; None = pass by pass. `fan`: children scored per node. `width`: nodes of one sequence expanded per pass.
+        `catch_up_tokens`: committed tokens run per step, all together. `passes`: what a pass after the first takes; None = as it turns out. `clock`: seconds.
         """
         self.name = name
         self._longest = decoder.shape.max_position
         self._store = store
         self._columns = min(decoder.shape.vocab_size, vocab_size or decoder.shape.vocab_size)
         self._score = score or DecoderScorer(decoder, store, top_shares, self._columns)
+        self._grower = grower
         self._token_ids = token_ids
         self._inputs: NodeInputs = TokensOnly() if inputs is None else inputs
         self._fan = fan
         self._width = width
         self._catch_up_tokens = catch_up_tokens
         self._clock = clock
-        self._passes = PassClock()
+        self._first = PassClock()  # of the pass over committed tokens, which finds caches swept by the target
+        self._passes = passes or PassClock()  # of those that follow
         self._drafts: dict[int, Draft] = {}
+        self._dull = Dull()
         self._filled = FilledPages(pages, store.page_size)
         self._faults = Faults(f"drafter {name}")
 
@@ -111,6 +90,10 @@ class ModelDrafter:
     def open(self, view: SequenceView) -> None:
         if view.seq_id not in self._drafts:
             self._drafts[view.seq_id] = self._filled.begin(view)
+
+    def hopes(self, views: Sequence[SequenceView]) -> list[int]:
+        """Sequences on which a pass promised enough when it was last asked about, or that are due to be asked about again."""
+        return [] if self._faults.given_up else self._dull.left(views)
 
     def observe(self, outcomes: Sequence[Outcome], hidden: torch.Tensor) -> None:
         """Drafted tokens that were committed are valid: their keys are in place. Read now, while the sequence still
@@ -126,8 +109,17 @@ class ModelDrafter:
             if not outcome.finished and self._inputs.pending(outcome.view.seq_id) > self._inputs.most_pending:
                 self._work_off(outcome.view)
 
+    def watch(self, views: Sequence[SequenceView], steps: Sequence[torch.Tensor], behind: int) -> None:
+        if self._faults.given_up:
+            return
+        self._inputs.watch(views, steps, behind)
+        for view in views:
+            if self._inputs.pending(view.seq_id) > self._inputs.most_pending:
+                self._work_off(view)
+
     def close(self, seq_id: int) -> None:
         self._drafts.pop(seq_id, None)
+        self._dull.forget(seq_id)
         self._inputs.close(seq_id)
 
     def propose(self, views: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[Proposal]:
@@ -165,7 +157,7 @@ class ModelDrafter:
                     draft = self._drafts[view.seq_id] = self._filled.begin(view)
                 stop = min(view.num_kv, self._longest, draft.valid + self._catch_up_tokens)
                 if stop > draft.valid:
-                    self._run_committed([_Span(view, draft, stop, scored=False)])
+                    self._run_committed([Span(view, draft, stop, scored=False)])
         except Exception:
             self._fail([view])
 
@@ -178,18 +170,59 @@ class ModelDrafter:
             return proposals
         price = budgets[growing[0].place].pass_price
         backlog = min(self._catch_up_tokens, sum([len(g.view.token_ids) - g.draft.valid for g in growing]))
-        cost = price(self._passes.estimate(len(growing))) + price(self._passes.estimate(backlog)) / _BACKLOG_STEPS
+        cost = price(self._first.estimate(len(growing))) + price(self._first.estimate(backlog)) / _BACKLOG_STEPS
         if sum([g.growth.promise(None) for g in growing]) <= cost:
+            self._dull.note([g.view for g in growing])
             return proposals
-        ready = self._catch_up(growing)
+        self._dull.clear([g.view for g in growing])
+        spans = due(growing, self._catch_up_tokens)
+        if self._grower is not None:
+            own = [budgets[g.place] for g, _ in spans]
+            tables = tables_of(self.name, [g.view for g, _ in spans], own)
+            if tables is not None:
+                self._at_once(self._grower, spans, own, tables, proposals)
+                return proposals
+        ready = self._catch_up(spans)
         grow(ready, self._width, price, self._passes, self._expand)
         for g in ready:
-            g.draft.base = len(g.view.token_ids)
-            g.draft.chain = [node.token for node in g.chain]
+            self._note(g, [node.token for node in g.chain])
             proposals[g.place] = g.growth.proposal()
         return proposals
 
-    def _candidates(self, views: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[_Growing]:
+    def _at_once(
+        self,
+        grower: TreeGrower,
+        spans: list[tuple[Growing, Span]],
+        budgets: Sequence[Budget],
+        tables: Sequence[ChanceTable],
+        proposals: list[Proposal],
+    ) -> None:
+        """All passes in one call."""
+        began = self._clock()
+        run = [span for _, span in spans]
+        rows = [
+            growing_row(span.tokens, span.draft.valid, g.view, budget, g.room, table)
+            if span.scored
+            else GrowthRow(span.tokens, span.draft.valid, g.view.page_ids, False)
+            for (g, span), budget, table in zip(spans, budgets, tables, strict=True)
+        ]
+        grown, later = grow_at_once(grower, rows, self._features(run), budgets[0].pass_price, self._passes)
+        self._ran(run)
+        for (g, _), tree in zip(spans, grown.trees, strict=True):
+            if tree is None:
+                continue
+            if tree.broken:
+                self._reset(g)
+                continue
+            self._note(g, tree.chain)
+            proposals[g.place] = proposal_of(tree)
+        self._first.record(grown.passes[0][0], (self._clock() - began) * 1e3 - later)
+
+    def _note(self, g: Growing, chain: list[int]) -> None:
+        g.draft.base = len(g.view.token_ids)
+        g.draft.chain = chain
+
+    def _candidates(self, views: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[Growing]:
         """The sequences this model may draft for: wanted, inside its own context, and not in trouble."""
         found = []
         longest = self._longest
@@ -202,62 +235,49 @@ class ModelDrafter:
                 continue
             room = min(room, _WINDOW)
             growth = Growth(self.name, budget, 1 if is_drawn(view) else self._fan, room)
-            found.append(_Growing(place, view, draft, growth, room))
+            found.append(Growing(place, view, draft, growth, room))
         return found
 
-    def _catch_up(self, growing: list[_Growing]) -> list[_Growing]:
-        """Run committed tokens without draft keys, shortest backlog first; those that got through are scored and returned."""
+    def _catch_up(self, spans: list[tuple[Growing, Span]]) -> list[Growing]:
+        """Run what is due; sequences without a backlog are scored, and those that go on are returned."""
         began = self._clock()
-        left = self._catch_up_tokens
-        spans: list[_Span] = []
-        run: list[_Growing] = []
-        if len(growing) > 1:
-            growing = sorted(growing, key=lambda g: (len(g.view.token_ids) - g.draft.valid, g.place))
-        for g in growing:
-            length = len(g.view.token_ids)
-            stop = min(length, g.draft.valid + left)
-            if stop == g.draft.valid:
-                break
-            left -= stop - g.draft.valid
-            spans.append(_Span(g.view, g.draft, stop, stop == length))
-            run.append(g)
-        out = self._run_committed(spans)
-        ready = [g for g, span in zip(run, spans, strict=True) if span.scored]
+        run = [span for _, span in spans]
+        count = sum([len(span.tokens) for span in run])
+        out = self._run_committed(run)
+        ready = [g for g, span in spans if span.scored]
         if ready:
             self._add([(g, None) for g in ready], out)
-        if len(ready) == len(spans):
-            self._passes.record(self._catch_up_tokens - left, (self._clock() - began) * 1e3)
+        if len(ready) == len(run):
+            self._first.record(count, (self._clock() - began) * 1e3)
         return [g for g in ready if g.growth.nodes]
 
-    def _run_committed(self, spans: Sequence[_Span]) -> tuple[Scored, list[int]]:
+    def _run_committed(self, spans: Sequence[Span]) -> tuple[Scored, list[int]]:
         rows = [
-            DraftRow(
-                span.view.token_ids[span.draft.valid : span.stop],
-                None,
-                span.draft.valid,
-                span.view.page_ids,
-                (span.stop - span.draft.valid - 1,) if span.scored else (),
-            )
-            for span in spans
+            DraftRow(s.tokens, None, s.draft.valid, s.view.page_ids, (len(s.tokens) - 1,) if s.scored else ()) for s in spans
         ]
-        features = self._inputs.committed([(s.view.seq_id, s.draft.valid, s.stop - s.draft.valid) for s in spans])
         views = [span.view for span in spans if span.scored]
-        out = self._forward(rows, views, features)
+        out = self._forward(rows, views, self._features(spans))
+        self._ran(spans)
+        return out
+
+    def _features(self, spans: Sequence[Span]) -> torch.Tensor | None:
+        return self._inputs.committed([(s.view.seq_id, s.draft.valid, s.stop - s.draft.valid) for s in spans])
+
+    def _ran(self, spans: Sequence[Span]) -> None:
         for span in spans:
             span.draft.valid = span.stop
             self._filled.mark(span.view, span.draft)
             self._inputs.settle(span.view.seq_id, span.stop)
-        return out
 
-    def _expand(self, picks: Sequence[tuple[_Growing, Node]]) -> None:
+    def _expand(self, picks: Sequence[tuple[Growing, Node]]) -> None:
         """One pass that scores the children of the picked nodes."""
         began = self._clock()
-        wanted: dict[int, tuple[_Growing, list[Node]]] = {}
+        wanted: dict[int, tuple[Growing, list[Node]]] = {}
         for g, node in picks:
             node.expanded = True
             wanted.setdefault(g.place, (g, []))[1].append(node)
         rows: list[DraftRow] = []
-        asked: list[tuple[_Growing, Node | None]] = []
+        asked: list[tuple[Growing, Node | None]] = []
         parents_of: list[State] = []
         for g, nodes in wanted.values():
             kept, order, parents = forest(g.chain, nodes)
@@ -268,14 +288,14 @@ class ModelDrafter:
             start = len(g.view.token_ids) + kept
             rows.append(DraftRow([node.token for node in order], parents, start, g.view.page_ids, scored))
             asked += [(g, order[i]) for i in scored]
-            parents_of += [_state_above(g, node) for node in order]
+            parents_of += [state_above(g, node) for node in order]
             g.chain = chain_after(g.chain, kept, order, parents)
         if rows:
             views = [g.view for g, _ in asked]
             self._add(asked, self._forward(rows, views, self._inputs.drafted(parents_of)))
             self._passes.record(len(parents_of), (self._clock() - began) * 1e3)
 
-    def _add(self, asked: list[tuple[_Growing, Node | None]], passed: tuple[Scored, list[int]]) -> None:
+    def _add(self, asked: list[tuple[Growing, Node | None]], passed: tuple[Scored, list[int]]) -> None:
         """Give every asked node its children; a sequence with scores that are not numbers starts over."""
         out, at = passed
         views = [g.view for g, _ in asked]
@@ -294,7 +314,7 @@ class ModelDrafter:
                 node.state = (out.hidden, row)
             g.growth.add_children(node, found.token_ids, found.confidence, found.probs)
 
-    def _reset(self, g: _Growing) -> None:
+    def _reset(self, g: Growing) -> None:
         g.draft.valid, g.draft.marked = 0, 0
         g.draft.faults += 1
         g.growth.clear()

@@ -12,7 +12,8 @@ from typing import Protocol
 
 import torch
 
-from spec.drafter import Outcome
+from drafters.state_run import StateRun, row_address
+from spec.drafter import Outcome, SequenceView
 
 State = tuple[torch.Tensor, int]  # a pass's hidden states [N, H] and the row that is meant
 Span = tuple[int, int, int]  # sequence, first token, number of tokens
@@ -25,6 +26,9 @@ class NodeInputs(Protocol):
 
     def observe(self, outcomes: Sequence[Outcome], hidden: torch.Tensor) -> None:
         """Keep of the target's states what will be wanted. `hidden` is only lent."""
+
+    def watch(self, views: Sequence[SequenceView], steps: Sequence[torch.Tensor], behind: int) -> None:
+        """The same of plain steps, see spec.drafter.Watching."""
 
     def pending(self, seq_id: int) -> int:
         """States kept for this sequence."""
@@ -52,6 +56,9 @@ class TokensOnly:
     def observe(self, outcomes: Sequence[Outcome], hidden: torch.Tensor) -> None:
         pass
 
+    def watch(self, views: Sequence[SequenceView], steps: Sequence[torch.Tensor], behind: int) -> None:
+        pass
+
     def pending(self, seq_id: int) -> int:
         return 0
 
@@ -72,7 +79,7 @@ class TokensOnly:
 
 
 class TargetStates:
-    """The target's hidden states by sequence, as runs of consecutive positions. A state nobody was told is zeros.
+    """The target's hidden states by sequence. A state nobody was told is zeros.
 
     Keys of drafted tokens were made of the drafter's own states, so none survives: committed tokens are run again.
     """
@@ -81,50 +88,47 @@ class TargetStates:
         self.most_pending = most_pending
         self._width = width
         self._device = device
-        self._runs: dict[int, list[tuple[int, torch.Tensor]]] = {}  # first position, states [n, width]
+        self._runs: dict[int, StateRun] = {}
 
     def observe(self, outcomes: Sequence[Outcome], hidden: torch.Tensor) -> None:
+        address = row_address(hidden)
         for outcome in outcomes:
             if outcome.finished:
                 continue
-            known = outcome.num_nodes - len(outcome.tree)
-            first, path = outcome.first_node, outcome.path
-            count = known + len(path)
+            known, path, view = outcome.num_nodes - len(outcome.tree), outcome.path, outcome.view
+            first, run = outcome.first_node, self._run(view.seq_id)
+            position = view.num_kv - known - len(path)
             if not path or path[-1] == len(path) - 1:  # what was kept lies side by side
-                states = hidden[first : first + count].clone()
-            else:
-                rows = [*range(first, first + known), *(first + known + node for node in path)]
-                states = hidden[rows]
-            view = outcome.view
-            self._runs.setdefault(view.seq_id, []).append((view.num_kv - count, states))
+                run.add(position, hidden, first, known + len(path), address)
+                continue
+            run.add(position, hidden, first, known, address)
+            for place, node in enumerate(path, known):
+                run.add(position + place, hidden, first + known + node, 1, address)
+
+    def watch(self, views: Sequence[SequenceView], steps: Sequence[torch.Tensor], behind: int) -> None:
+        placed = list(enumerate(steps, -behind - len(steps)))
+        addresses = [row_address(hidden) for hidden in steps]
+        for row, view in enumerate(views):
+            run, end = self._run(view.seq_id), view.num_kv
+            for (before, hidden), address in zip(placed, addresses, strict=True):
+                run.add(end + before, hidden, row, 1, address)
+
+    def _run(self, seq_id: int) -> StateRun:
+        found = self._runs.get(seq_id)
+        if found is None:
+            found = self._runs[seq_id] = StateRun(self._width, self._device)
+        return found
 
     def pending(self, seq_id: int) -> int:
-        runs = self._runs.get(seq_id)
-        return runs[-1][0] + runs[-1][1].shape[0] - runs[0][0] if runs else 0
+        run = self._runs.get(seq_id)
+        return 0 if run is None else len(run)
 
     def survivors(self, matched: int) -> int:
         return 0
 
     def committed(self, spans: Sequence[Span]) -> torch.Tensor | None:
-        parts: list[torch.Tensor] = []
-        for seq_id, first, count in spans:
-            self._gather(parts, self._runs.get(seq_id, ()), first - 1, first - 1 + count)
+        parts = [self._run(seq_id).rows(first - 1, count) for seq_id, first, count in spans]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _gather(self, parts: list[torch.Tensor], runs: Sequence[tuple[int, torch.Tensor]], at: int, stop: int) -> None:
-        """States of positions at .. stop - 1."""
-        for start, states in runs:
-            end = start + states.shape[0]
-            if end <= at or start >= stop:
-                continue
-            if start > at:
-                parts.append(torch.zeros(start - at, self._width, device=self._device))
-                at = start
-            upto = min(end, stop)
-            parts.append(states if at == start and upto == end else states[at - start : upto - start])
-            at = upto
-        if at < stop:
-            parts.append(torch.zeros(stop - at, self._width, device=self._device))
 
     def drafted(self, parents: Sequence[State]) -> torch.Tensor | None:
         if len(parents) == 1:
@@ -133,9 +137,9 @@ class TargetStates:
         return torch.stack([states[row] for states, row in parents])
 
     def settle(self, seq_id: int, valid: int) -> None:
-        runs = self._runs.get(seq_id)
-        while runs and runs[0][0] + runs[0][1].shape[0] < valid - 1:  # the last token may be run again
-            del runs[0]
+        run = self._runs.get(seq_id)
+        if run is not None:
+            run.forget_before(valid - 2)  # the last token may be run again
 
     def close(self, seq_id: int) -> None:
         self._runs.pop(seq_id, None)

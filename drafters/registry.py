@@ -14,11 +14,12 @@ from pathlib import Path
 
 import torch
 
+from drafters.at_once import WIDTH, growth_rules
 from drafters.draws import TopShares
 from drafters.grammar import GrammarDrafter
 from drafters.heads import HeadsDrafter
 from drafters.layer_models import HEADS_FORMAT, LayerModel, load_attention_head
-from drafters.model import ModelDrafter
+from drafters.model import FAN, ModelDrafter
 from drafters.node_inputs import NodeInputs, TargetStates, TokensOnly
 from drafters.published import is_eagle, load_eagle
 from drafters.scoring import OneCallScorer
@@ -238,6 +239,19 @@ def _decoder(
         pages, size = place.config.num_pages, place.config.page_size
         store = KVTensors.allocate(shape.layers, pages, shape.kv_heads, shape.head_dim, size, place.kv_dtype, place.device)
         score = OneCallScorer(decoder, store)
-        return ModelDrafter(name, decoder, store, place.pool, token_ids=token_ids, inputs=inputs(), score=score)
+        make_grower = getattr(decoder, "grower", None)  # kernels.decoder.GrowingDecoder
+        grower = None if make_grower is None else make_grower(store, growth_rules(FAN, WIDTH, token_ids))
+        return ModelDrafter(
+            name,
+            decoder,
+            store,
+            place.pool,
+            token_ids=token_ids,
+            inputs=inputs(),
+            score=score,
+            grower=grower,
+            fan=FAN,
+            width=WIDTH,
+        )
 
     return _Entry(make, shape)

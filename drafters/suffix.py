@@ -78,6 +78,7 @@ class SuffixDrafter:
     """Costs a few microseconds a step and about one microsecond a token of history, paid when it first drafts."""
 
     watches = False
+    sure = True
 
     def __init__(
         self,

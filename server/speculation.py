@@ -125,7 +125,7 @@ class KeptSpeculator:
         self._saved = clock()
         self._learnt = False  # something since it was saved
         self.rests = inner.rests  # every plain step calls it: without a frame between
-        self.budgets, self.admit = inner.budgets, inner.admit
+        self.budgets, self.admit, self.refused = inner.budgets, inner.admit, inner.refused
 
     @property
     def calibration(self) -> Calibration:

@@ -13,11 +13,11 @@ load T grows faster in rows, so trees shrink to chains and chains to nothing, wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from spec.calibration import Calibration
 from spec.cost_table import CostTable
-from spec.drafter import Budget, SequenceView
+from spec.drafter import Budget, ChanceTable, SequenceView
 from spec.guard import Worth
 from spec.load_state import LoadState
 from spec.offers import Offers, Ranked
@@ -112,6 +112,11 @@ class PriceSpeculator:
             allowed = allowed or self._patience.allow(view.seq_id)
         return not willing or state.guard.rests() or not allowed
 
+    def refused(self, sequences: int) -> Collection[str]:
+        """Drafters that do not earn their time under this load and are not asked for now."""
+        state = self._loads.get(max(0, sequences - 1).bit_length())
+        return () if state is None else [name for name, worth in state.worth.items() if worth.resting]
+
     def _count_step(self) -> None:
         self._patience.step()
         self._skill.step()
@@ -121,6 +126,8 @@ class PriceSpeculator:
         if state is None:
             return
         state.passed += steps
+        for worth in state.worth.values():
+            worth.passed(steps)
         if load.prefill_tokens or load.sequences != sequences:
             return
         # What plain decoding takes, from a step that really was: nothing of drafting was in it.
@@ -170,8 +177,8 @@ class PriceSpeculator:
                 found.append(_NO_DRAFT)
                 continue
             nodes = min(_most(view, limit), most)
-            chance = self._chance(view, refused, step.asked)
-            found.append(Budget(nodes, min(limit.max_depth, nodes), price, pass_price, chance, entry, prices))
+            chance, table = self._chance(view, refused, step.asked)
+            found.append(Budget(nodes, min(limit.max_depth, nodes), price, pass_price, chance, entry, prices, table))
         return found
 
     def _asks(self, view: SequenceView, limit: Limit) -> bool:
@@ -191,8 +198,10 @@ class PriceSpeculator:
         own = alone * lambda_
         return lambda_ * cheapest, tuple([usual + own * ms for ms in each])
 
-    def _chance(self, view: SequenceView, refused: set[str], asked: set[str]) -> Callable[[str, int, int, float], float]:
-        calibrated = self.calibration.chance
+    def _chance(
+        self, view: SequenceView, refused: set[str], asked: set[str]
+    ) -> tuple[Callable[[str, int, int, float], float], Callable[[str], ChanceTable | None]]:
+        calibrated, tables = self.calibration.chance, self.calibration.table
         greedy = view.sampling.temperature == 0.0
         wanted = view.policy.drafters
         factors = self._skill.factors(view.seq_id)
@@ -206,7 +215,12 @@ class PriceSpeculator:
             factor = factors.get(drafter)
             return p if factor is None else min(1.0, p * factor)
 
-        return chance
+        def table(drafter: str) -> ChanceTable | None:
+            if drafter in refused or (wanted is not None and drafter not in wanted):
+                return None
+            return ChanceTable(tables(drafter, greedy), factors.get(drafter, 1.0))
+
+        return chance, table
 
     # --- after drafting -----------------------------------------------------------------------------------------------
 

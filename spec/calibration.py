@@ -12,10 +12,13 @@ from __future__ import annotations
 import json
 import math
 import os
+from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from spec.tree import DraftTree
 
@@ -23,7 +26,8 @@ EDGES = (0.01, 0.03, 0.06, 0.1, 0.15, 0.2, 0.27, 0.35, 0.45, 0.55, 0.65, 0.75, 0
 BINS = len(EDGES) + 1
 DEPTHS = 8  # 1, 2, 3, 4, 5-6, 7-9, 10-15, 16 and deeper
 RANKS = 5  # 0, 1, 2, 3, 4 and later
-_DEPTH_CELL = (0, 0, 1, 2, 3, 4, 4, 5, 5, 5, 6, 6, 6, 6, 6, 6)
+COLUMNS = BINS + 1  # of a table of chances: that of an unknown score, then one by bin
+DEPTH_CELLS = (0, 0, 1, 2, 3, 4, 4, 5, 5, 5, 6, 6, 6, 6, 6, 6, 7)  # by depth; the last one holds on
 FORMAT = 1
 
 
@@ -37,8 +41,8 @@ _UNKNOWN_PRIOR = (0.45, 0.15, 0.08, 0.05, 0.03)  # by rank, before anything was 
 _PRIOR_WEIGHT = 6.0  # observations the raw score is worth
 _SHRINK = 10.0  # observations a coarser cell is worth to a finer one
 _MODES = 2  # greedy, sampled
-_STALE = 64  # observations after which every cached estimate is computed anew
-_CACHE = 4096
+_STALE = 64  # observations after which every kept estimate is computed anew
+_BLANK = array("d", [math.nan]) * (DEPTHS * RANKS * COLUMNS)
 
 
 class _Level:
@@ -47,8 +51,8 @@ class _Level:
     __slots__ = ("hits", "seen")
 
     def __init__(self, size: int) -> None:
-        self.seen = [0.0] * size
-        self.hits = [0.0] * size
+        self.seen = array("d", bytes(8 * size))
+        self.hits = array("d", bytes(8 * size))
 
     def add(self, cell: int, hit: bool, keep: float) -> None:
         self.seen[cell] = self.seen[cell] * keep + 1.0
@@ -56,6 +60,13 @@ class _Level:
 
     def shrink(self, cell: int, prior: float, weight: float) -> float:
         return (self.hits[cell] + weight * prior) / (self.seen[cell] + weight)
+
+    def counts(self, mode: int, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of one mode's (seen, hits)."""
+        seen, hits = (
+            torch.frombuffer(cells, dtype=torch.float64).view(_MODES, *shape)[mode] for cells in (self.seen, self.hits)
+        )
+        return seen, hits
 
 
 class _Drafter:
@@ -87,16 +98,64 @@ class _Drafter:
         p = _shrink(self.by_rank_bin, by_rank * BINS + bin_, self.finest, by_depth * BINS + bin_, p, _SHRINK)
         return self.finest.shrink(by_depth * BINS + bin_, p, _SHRINK)
 
+    def estimates(self, mode: int) -> torch.Tensor:
+        """All of them at once, [DEPTHS, RANKS, COLUMNS] float64: the same operations in the same order."""
+        by_bin, by_rank_bin = self.by_bin.counts(mode, BINS), self.by_rank_bin.counts(mode, RANKS, BINS)
+        finest = self.finest.counts(mode, DEPTHS, RANKS, BINS)
+        by_rank, by_depth = self.by_rank.counts(mode, RANKS), self.by_depth.counts(mode, DEPTHS, RANKS)
+        p = _shrink_all(by_bin, by_rank_bin, torch.tensor(_CENTRES, dtype=torch.float64), _PRIOR_WEIGHT)
+        p = _shrink_all(by_rank_bin, finest, p, _SHRINK)
+        known = (finest[1] + _SHRINK * p) / (finest[0] + _SHRINK)
+        p = _shrink_all(by_rank, by_depth, torch.tensor(_UNKNOWN_PRIOR, dtype=torch.float64), _PRIOR_WEIGHT)
+        unknown = (by_depth[1] + _SHRINK * p) / (by_depth[0] + _SHRINK)
+        return torch.cat((unknown.unsqueeze(2), known), dim=2)
+
     def estimate_unknown(self, mode: int, depth: int, rank: int) -> float:
         by_depth, by_rank = (mode * DEPTHS + depth) * RANKS + rank, mode * RANKS + rank
         p = _shrink(self.by_rank, by_rank, self.by_depth, by_depth, _UNKNOWN_PRIOR[rank], _PRIOR_WEIGHT)
         return self.by_depth.shrink(by_depth, p, _SHRINK)
 
 
+class _Chances:
+    """Estimates of one drafter in one mode, kept once computed: [DEPTHS][RANKS][COLUMNS], NaN = not computed."""
+
+    __slots__ = ("empty", "values")
+
+    def __init__(self) -> None:
+        self.values = _BLANK[:]
+        self.empty: list[int] | None = None  # cells that are NaN; None: any may be
+
+    def clear(self) -> None:
+        self.values[:] = _BLANK
+        self.empty = None
+
+    def fill(self, estimates: Callable[[], torch.Tensor], estimate: Callable[[int], float]) -> array[float]:
+        """Without NaN: all at once, or the few that were observed since."""
+        values = self.values
+        if self.empty is None:
+            kept = torch.frombuffer(values, dtype=torch.float64)
+            torch.where(kept.isnan(), estimates().flatten(), kept, out=kept)
+        else:
+            for cell in self.empty:
+                if values[cell] != values[cell]:
+                    values[cell] = estimate(cell)
+        self.empty = []
+        return values
+
+
 def _shrink(coarse: _Level, at: int, fine: _Level, own: int, prior: float, weight: float) -> float:
     """The share in the other cells of a coarse one: what a cell saw itself must not count again in what it borrows."""
     seen = max(0.0, coarse.seen[at] - fine.seen[own])
     hits = min(seen, max(0.0, coarse.hits[at] - fine.hits[own]))
+    return (hits + weight * prior) / (seen + weight)
+
+
+def _shrink_all(
+    coarse: tuple[torch.Tensor, torch.Tensor], fine: tuple[torch.Tensor, torch.Tensor], prior: torch.Tensor, weight: float
+) -> torch.Tensor:
+    """`_shrink` of all cells, as (seen, hits): a coarse cell is spread along the first axis of the fine ones."""
+    seen = (coarse[0] - fine[0]).clamp(min=0.0)
+    hits = torch.minimum(seen, (coarse[1] - fine[1]).clamp(min=0.0))
     return (hits + weight * prior) / (seen + weight)
 
 
@@ -108,7 +167,7 @@ class Calibration:
         self._keep = 1.0 - 1.0 / memory
         self._max_drafters = max_drafters
         self._drafters: dict[str, _Drafter] = {}
-        self._cache: dict[tuple[str, int, int, int, bool], float] = {}
+        self._chances: dict[tuple[str, bool], _Chances] = {}
         self._since_clear = 0
         self._weights: dict[str, str] = {}  # by drafter, what names the weights its counts were made with
 
@@ -116,22 +175,49 @@ class Calibration:
         """P(accepted | parent accepted) of such a node; confidence below 0 (UNKNOWN): the mean over all confidences."""
         # `cell_chance` and `confidence_bin` spelled out: asked for every node, most often right after a pass, when calls are dear.
         bin_ = -1 if confidence < 0.0 else bisect_right(EDGES, confidence) if confidence == confidence else 0
-        found = self._cache.get((drafter, depth, rank, bin_, greedy))
-        return self.cell_chance(drafter, depth, rank, bin_, greedy) if found is None else found
+        kept = self._chances.get((drafter, greedy))
+        if kept is not None and 0 <= depth < len(DEPTH_CELLS) and 0 <= rank < RANKS:
+            found = kept.values[(DEPTH_CELLS[depth] * RANKS + rank) * COLUMNS + bin_ + 1]
+            if found == found:
+                return found
+        return self.cell_chance(drafter, depth, rank, bin_, greedy)
 
     def cell_chance(self, drafter: str, depth: int, rank: int, bin_: int, greedy: bool) -> float:
         """The same by confidence bin; -1 = unknown."""
-        key = (drafter, depth, rank, bin_, greedy)
-        found = self._cache.get(key)
-        if found is None:
-            found = self._cache[key] = self._compute(drafter, _depth_cell(depth), _rank_cell(rank), bin_, 0 if greedy else 1)
+        kept = self._kept(drafter, greedy)
+        cell = (_depth_cell(depth) * RANKS + _rank_cell(rank)) * COLUMNS + bin_ + 1
+        found = kept.values[cell]
+        if found != found:
+            found = kept.values[cell] = self._compute(drafter, cell, greedy)
         return found
 
-    def _compute(self, drafter: str, depth: int, rank: int, bin_: int, mode: int) -> float:
-        table = self._drafters.get(drafter)
-        if table is None:
-            return _UNKNOWN_PRIOR[rank] if bin_ < 0 else _CENTRES[bin_]
-        return table.estimate_unknown(mode, depth, rank) if bin_ < 0 else table.estimate(mode, depth, rank, bin_)
+    def table(self, drafter: str, greedy: bool) -> array[float]:
+        """`chance` of all cells of one drafter: [DEPTHS][RANKS][COLUMNS], column 0 of unknown scores, the others by bin. It changes with
+        the next observation."""
+
+        def estimates() -> torch.Tensor:
+            counts = self._drafters.get(drafter) or _Drafter()
+            return counts.estimates(0 if greedy else 1)
+
+        return self._kept(drafter, greedy).fill(estimates, lambda cell: self._compute(drafter, cell, greedy))
+
+    def _kept(self, drafter: str, greedy: bool) -> _Chances:
+        found = self._chances.get((drafter, greedy))
+        if found is None:
+            if len(self._chances) >= 2 * self._max_drafters:  # names nobody counts for are not kept for long
+                self._chances.clear()
+            found = self._chances[drafter, greedy] = _Chances()
+        return found
+
+    def _compute(self, drafter: str, cell: int, greedy: bool) -> float:
+        """`cell`: place in a table."""
+        rest, column = divmod(cell, COLUMNS)
+        depth, rank = divmod(rest, RANKS)
+        mode = 0 if greedy else 1
+        counts = self._drafters.get(drafter)
+        if counts is None:
+            return _CENTRES[column - 1] if column else _UNKNOWN_PRIOR[rank]
+        return counts.estimate(mode, depth, rank, column - 1) if column else counts.estimate_unknown(mode, depth, rank)
 
     def observe(self, drafter: str, depth: int, rank: int, bin_: int, *, greedy: bool, accepted: bool) -> None:
         """Count one node whose parent was accepted."""
@@ -143,11 +229,15 @@ class Calibration:
         bin_ = min(max(bin_, 0), BINS - 1)
         table.add(0 if greedy else 1, _depth_cell(depth), _rank_cell(rank), bin_, accepted, self._keep)
         # The cell itself is fresh at once; those that only borrow from it follow within _STALE observations.
-        self._cache.pop((drafter, depth, rank, bin_, greedy), None)
+        kept = self._chances.get((drafter, greedy))
+        if kept is not None:
+            cell = (_depth_cell(depth) * RANKS + _rank_cell(rank)) * COLUMNS + bin_ + 1
+            kept.values[cell] = math.nan
+            if kept.empty is not None:
+                kept.empty.append(cell)
         self._since_clear += 1
-        if self._since_clear >= _STALE or len(self._cache) > _CACHE:
-            self._cache.clear()
-            self._since_clear = 0
+        if self._since_clear >= _STALE:
+            self._forget_estimates()
 
     def record(self, tree: DraftTree, nodes: Iterable[tuple[int, bool]], *, greedy: bool) -> None:
         """Count (node, accepted) of every node that was really judged, once for each of its drafters."""
@@ -161,7 +251,12 @@ class Calibration:
             if self._weights.get(name) != identity:
                 self._drafters.pop(name, None)
                 self._weights[name] = identity
-        self._cache.clear()
+        self._forget_estimates()
+
+    def _forget_estimates(self) -> None:
+        for kept in self._chances.values():
+            kept.clear()
+        self._since_clear = 0
 
     # --- persistence -------------------------------------------------------------------------------------------------
 
@@ -200,7 +295,7 @@ class Calibration:
             raise ValueError(f"not a calibration: {error!r}") from error
         self._weights = weights
         self._drafters = dict(list(loaded.items())[: self._max_drafters])
-        self._cache.clear()
+        self._forget_estimates()
 
     def save(self, path: Path) -> None:
         """Write atomically: a reader sees the old file or the new one. OSError passes through."""
@@ -225,7 +320,7 @@ class Calibration:
 
 
 def _depth_cell(depth: int) -> int:
-    return _DEPTH_CELL[depth] if 0 <= depth < len(_DEPTH_CELL) else DEPTHS - 1
+    return DEPTH_CELLS[depth] if 0 <= depth < len(DEPTH_CELLS) else DEPTHS - 1
 
 
 def _rank_cell(rank: int) -> int:

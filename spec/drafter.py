@@ -5,6 +5,7 @@ A drafter never schedules, allocates pages, sees text, or raises because it coul
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -41,6 +42,14 @@ class SequenceView(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class ChanceTable:
+    """`Budget.chance` of one drafter as plain numbers: `factor` times spec.calibration's table, at most 1. Valid during the call."""
+
+    values: array[float]  # "d"
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
 class Budget:
     """What one sequence may draft now. Expected tokens are the currency.
 
@@ -59,6 +68,7 @@ class Budget:
         0.0  # the chance from which on a first node pays for itself and for its share of what asking and any tree cost
     )
     prices: tuple[float, ...] = ()  # what the sequence's 1st, 2nd, ... node costs, the last one holding on; () = `price`
+    table: Callable[[str], ChanceTable | None] | None = None  # of a drafter; None where chances are no table
 
     def wants(self, drafter: str) -> bool:
         """Whether this drafter should draft at all; asked before any work is done."""
@@ -102,8 +112,21 @@ class Drafter(Protocol):
 
 
 class Glancing(Drafter, Protocol):
-    """A drafter that can tell at next to no cost that it has nothing to offer. Where all of them say so the step is plain decoding."""
+    """A drafter that can tell at next to no cost that it has nothing to offer. Where all of them say so the step is plain decoding.
+
+    `sure`: where it hopes it has something to offer as a rule, so a question that came to nothing says nothing of the sequence."""
+
+    sure: bool
 
     def hopes(self, views: Sequence[SequenceView]) -> Sequence[int]:
         """Which of the views (their indices) may bring anything when asked about now. Asked before anything else in a step; a wrong
         answer costs speed only."""
+
+
+class Watching(Drafter, Protocol):
+    """A drafter that watches and can be told of plain steps in few words, some of them at once."""
+
+    def watch(self, views: Sequence[SequenceView], steps: Sequence[torch.Tensor], behind: int) -> None:
+        """Told instead of `observe` of steps in which nothing was drafted, every row was a view's last token and each got one more: row
+        i of steps[j] is the state that said view i's. `behind`: tokens of each view that came after the last of those steps. The states are
+        valid only during the call."""

@@ -8,16 +8,17 @@ A speculator in trouble is contained the same way: the step goes on as plain dec
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from spec.drafter import Budget, Drafter, Outcome, SequenceView
 from spec.errors import InvariantError
+from spec.flaws import find_flaw, too_large
 from spec.sequence import Sequence as EngineSequence
 from spec.speculator import Limit, Load, Speculator, StepRecord
-from spec.tree import NOTHING, ROOT, DraftTree, Proposal
+from spec.tree import NOTHING, DraftTree, Proposal
 
 MAX_FAULTS = 3
 TELL_EVERY = 8  # plain steps
@@ -33,9 +34,16 @@ class _Member:
     drafter: Drafter
     name: str
     hopes: Callable[[Sequence[SequenceView]], Sequence[int]] | None  # of spec.drafter.Glancing
+    watch: Callable[[Sequence[SequenceView], Sequence[torch.Tensor], int], None] | None  # of spec.drafter.Watching
+    sure: bool
     faults: int = 0
     serves: set[int] = field(default_factory=set)  # sequences whose policy lets it draft
     opened: set[int] = field(default_factory=set)  # of those, the ones that decode
+
+
+def _member(drafter: Drafter) -> _Member:
+    hopes, watch = getattr(drafter, "hopes", None), getattr(drafter, "watch", None)
+    return _Member(drafter, drafter.name, hopes, watch, getattr(drafter, "sure", True))
 
 
 class DraftTeam:
@@ -48,12 +56,16 @@ class DraftTeam:
         self.seconds = {drafter.name: 0.0 for drafter in drafters}
         self.faults = {drafter.name: 0 for drafter in drafters}
         self.last_ms: dict[str, float] = {}  # drafting time of the latest step that decoded
-        self._members = [_Member(drafter, drafter.name, getattr(drafter, "hopes", None)) for drafter in drafters]
+        self._members = [_member(drafter) for drafter in drafters]
+        self._plain_views: Sequence[EngineSequence] = []  # of plain steps that watching drafters were not told of
+        self._plain_states: list[torch.Tensor] = []
         self._untold = 0  # plain steps the speculator does not know of
         self._hopes: list[bool] | None = None  # of the sequences in this step; None = nobody can tell
+        self._sure = True  # only drafters that are sure of it have hope
         self._vain = 0  # looks since a tree came of one
         self._wait = 0  # steps until the next look
         self._patient = getattr(speculator, "patient", False)  # of spec.speculator.Patient
+        self._refused: Callable[[int], Collection[str]] = getattr(speculator, "refused", nobody)
         self._speculator = speculator
         self._vocab_size = vocab_size
         self._clock = clock
@@ -69,8 +81,8 @@ class DraftTeam:
 
     @property
     def hoped(self) -> bool:
-        """Whether only sequences with hope were asked about in this step."""
-        return self._hopes is not None
+        """Whether only sequences were asked about in this step that somebody was sure of."""
+        return self._hopes is not None and self._sure
 
     # --- a sequence's life ------------------------------------------------------------------------------------------
 
@@ -98,6 +110,7 @@ class DraftTeam:
 
     def close(self, seq_id: int) -> None:
         """The sequence left: finished, cancelled or preempted."""
+        self.settle()
         for member in list(self._members):
             if seq_id in member.serves:  # it was told of the prompt's chunks even where decoding never began
                 member.serves.discard(seq_id)
@@ -148,9 +161,11 @@ class DraftTeam:
     def _look(self, sequences: Sequence[EngineSequence]) -> list[bool] | None:
         """For which sequences some drafter has hope. None when one of them cannot tell."""
         hopes = [False] * len(sequences)
+        self._sure = True
+        refused = self._refused(len(sequences))
         for member in list(self._members):
             opened = member.opened
-            if not opened:
+            if not opened or member.name in refused:
                 continue
             if member.hopes is None:
                 return None
@@ -161,6 +176,7 @@ class DraftTeam:
             try:
                 for i in member.hopes([sequences[i] for i in mine]):
                     hopes[mine[i]] = True
+                    self._sure = self._sure and member.sure
             except Exception as error:
                 self._fault(member, None, f"hopes raised {error!r}")
             self.seconds[member.name] += self._clock() - start
@@ -196,7 +212,7 @@ class DraftTeam:
             return None
         try:
             trees = self._speculator.admit(sequences, budgets, proposals)
-            if any(_too_large(tree, budget) for tree, budget in zip(trees, budgets, strict=True)):
+            if any(too_large(tree, budget) for tree, budget in zip(trees, budgets, strict=True)):
                 raise InvariantError("a tree is above its budget")
         except Exception as error:
             self._speculator_fault("admit", error)
@@ -218,6 +234,42 @@ class DraftTeam:
             except Exception as error:
                 self._fault(member, None, f"observe raised {error!r}")
             self._charge(member, start)
+
+    def watch(self, sequences: Sequence[EngineSequence], hidden: torch.Tensor, held: int) -> bool:
+        """A plain step, in which every sequence got one token. Those who watch are told of `held` such steps at once, or when `settle` is
+        called, which must be before more than `held` - 1 passes have followed. False: somebody wants outcomes."""
+        watching = [member for member in self._members if member.drafter.watches]
+        if any(member.watch is None for member in watching):
+            return False
+        if watching:
+            if self._plain_views != sequences:
+                self.settle(1)
+                self._plain_views = sequences
+            self._plain_states.append(hidden)
+            if len(self._plain_states) >= held:
+                self.settle()
+        return True
+
+    def settle(self, behind: int = 0) -> None:
+        """Tell of the plain steps not told yet. `behind`: steps that were committed after them."""
+        if not self._plain_states:
+            return
+        views, states = self._plain_views, self._plain_states
+        self._plain_views, self._plain_states = [], []
+        for member in list(self._members):
+            serves = member.serves
+            mine = [i for i, view in enumerate(views) if view.seq_id in serves]
+            if not mine or member.watch is None or not member.drafter.watches:
+                continue
+            start = self._clock()
+            try:
+                if len(mine) == len(views):
+                    member.watch(views, states, behind)
+                else:
+                    member.watch([views[i] for i in mine], [step[mine] for step in states], behind)
+            except Exception as error:
+                self._fault(member, None, f"watch raised {error!r}")
+            self.seconds[member.name] += self._clock() - start
 
     def record(self, step: StepRecord) -> None:
         try:
@@ -282,34 +334,8 @@ class DraftTeam:
                 _quietly(member.drafter.close, served)
 
 
-def find_flaw(proposal: Proposal, budget: Budget, vocab_size: int) -> str | None:
-    """What is wrong with a proposal, or None."""
-    ids, parents = proposal.token_ids, proposal.parents
-    count = len(ids)
-    if count > budget.max_nodes:
-        return f"{count} nodes were drafted, {budget.max_nodes} allowed"
-    if not count == len(parents) == len(proposal.confidence) == len(proposal.ranks):
-        return "token_ids, parents, confidence and ranks differ in length"
-    if proposal.draft_probs is not None and len(proposal.draft_probs) != count:
-        return "draft_probs and token_ids differ in length"
-    if min(ids) < 0 or max(ids) >= vocab_size:
-        return f"a token id is outside the vocabulary of {vocab_size}"
-    if not all(0.0 <= score <= 1.0 for score in proposal.confidence):  # NaN fails every comparison
-        return "a confidence is not between 0 and 1"
-    if min(proposal.ranks) < 0:
-        return "a rank is negative"
-    depths: list[int] = []
-    for node, parent in enumerate(parents):
-        if not ROOT <= parent < node:
-            return f"node {node} has parent {parent}; a parent must come before its child"
-        depths.append(1 if parent == ROOT else depths[parent] + 1)
-    if max(depths) > budget.max_depth:
-        return f"a node has depth {max(depths)}, {budget.max_depth} allowed"
-    return None
-
-
-def _too_large(tree: DraftTree, budget: Budget) -> bool:
-    return len(tree) > budget.max_nodes or max(tree.depths, default=0) > budget.max_depth
+def nobody(_sequences: int) -> Collection[str]:
+    return ()
 
 
 def _quietly(close: Callable[[int], None], seq_id: int) -> None:

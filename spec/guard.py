@@ -137,13 +137,22 @@ class Worth:
         self._rest = 0
         self._rest_next = _REST
 
+    @property
+    def resting(self) -> bool:
+        return self._rest > 0
+
     def allow(self) -> bool:
         if self._rest == 0:
             return True
-        self._rest -= 1
-        if self._rest == 0:
-            self._count = 0
+        self.passed(1)
         return False
+
+    def passed(self, steps: int) -> None:
+        """So many steps went by in which nobody was asked."""
+        if self._rest:
+            self._rest = max(0, self._rest - steps)
+            if self._rest == 0:
+                self._count = 0
 
     def record(self, gain: float, cost: float) -> None:
         """One step it was asked in, in tokens."""

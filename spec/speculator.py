@@ -5,7 +5,7 @@ The engine asks for budgets, hands them to every drafter, and has the proposals 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -70,6 +70,9 @@ class Patient(Speculator, Protocol):
     """A speculator for whom drafters may look less often than in every step, where looks come to nothing."""
 
     patient: bool
+
+    def refused(self, sequences: int) -> Collection[str]:
+        """Drafters whose hope would be in vain now, with so many sequences decoding: `budgets` will not let them draft."""
 
 
 class Keeping(Speculator, Protocol):

@@ -59,6 +59,9 @@ def speculative_step(core: Core, plan: StepPlan, planned: float) -> list[TokenEv
     team, decoding = core.team, sequences[: plan.num_decoding]
     resting = not team.active or (bool(decoding) and team.rests(decoding))
     drafting = bool(decoding) and not resting
+    plain = resting and plan.num_decoding == len(plan.rows)
+    if not plain:
+        team.settle()
     trees = [EMPTY_TREE] * len(plan.rows)
     if drafting:
         trees[: plan.num_decoding] = _propose(core, plan, decoding)
@@ -80,7 +83,11 @@ def speculative_step(core: Core, plan: StepPlan, planned: float) -> list[TokenEv
     committed = clock()
 
     if team.active:
-        if not resting or team.watches or any(event.finish_reason is not None for event in events):
+        ended = any(event.finish_reason is not None for event in events)
+        told = plain and not ended and team.watch(sequences, scores.hidden, core.target.held)
+        if not resting or ended or (team.watches and not told):
+            if plain:
+                team.settle(1)
             outcomes = _outcomes(plan.rows, sequences, trees, acceptances)
             team.observe(outcomes, scores.hidden)
         if resting:

@@ -12,7 +12,7 @@ from kernels.decoder import Decoder
 
 @dataclass(frozen=True, slots=True)
 class TargetScores:
-    """Scores of the R nodes asked for, and the hidden states of all N. Valid until the target's next pass."""
+    """Scores of the R nodes asked for, and the hidden states of all N. Valid until the target's next pass, hidden states a few longer (`TargetModel.held`)."""
 
     argmax: torch.Tensor | list[int]  # [R] int32
     logits: torch.Tensor | None  # [R, V] float32 when asked for
@@ -28,6 +28,7 @@ class TargetModel:
         self.store = store
         over = getattr(decoder, "over", None)  # kernels.decoder.PackedDecoder: it reads plain buffers
         self._pass = None if over is None else over(store)
+        self.held: int = getattr(self._pass, "held", 1)  # passes for which a pass's hidden states are valid, its own included
 
     @property
     def vocab_size(self) -> int:

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 
 from kernels.batch import KVTensors, PackedInputs, StepInputs
+from kernels.draft_tree import GrowthRules, TreeGrower
 from kernels.linear import LayerWeight, Weight
 
 
@@ -98,7 +99,8 @@ class PackedDecoder(Decoder, Protocol):
 
     def over(self, store: KVTensors) -> PackedPass:
         """`forward` over one store as a function of (inputs, need_logits): argmax [R], logits [R, vocab_size] when asked for, hidden
-        [N, hidden], and whether all of hidden is finite. What it returns is valid until its next call."""
+        [N, hidden], and whether all of hidden is finite. What it returns is valid until its next call; hidden, where the function has a number
+        `held`, until as many calls later."""
 
 
 Drafted = tuple[torch.Tensor, Sequence[int], Sequence[float]]
@@ -123,6 +125,13 @@ class FusedDecoder(Protocol):
     ) -> Drafted:
         """`forward` and `top_shares` at once: hidden [N, hidden], and for every scored node its k best tokens and their shares, one
         node after the other. `temperature`: one number a scored node, None = 1."""
+
+
+class GrowingDecoder(FusedDecoder, Protocol):
+    """A decoder that drafts whole trees at once."""
+
+    def grower(self, store: KVTensors, rules: GrowthRules) -> TreeGrower | None:
+        """Over one store; None where this decoder's trees cannot be grown so."""
 
 
 class HostDecoder(FusedDecoder, Protocol):

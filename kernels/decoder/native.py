@@ -11,6 +11,8 @@ import torch
 from kernels.batch import KVTensors, PackedInputs, StepInputs
 from kernels.decoder import DecoderOutput, DecoderShape, DecoderWeights, Drafted, LayerWeights
 from kernels.decoder.native_pass import NativePass, packed_step
+from kernels.draft_tree import GrowthRules
+from kernels.draft_tree.native import NativeTreeGrower
 from kernels.linear import BlockWeight, LayerWeight, Weight
 from kernels.native import NativeError, NativeLibrary, require
 from kernels.native.library import ShapeData, check
@@ -133,6 +135,13 @@ class NativeDecoder:
     def over(self, store: KVTensors) -> NativePass:
         """The pass over one store from plain buffers."""
         return NativePass(self, self._library, self._handle, self._team.handle, self.shape, store)
+
+    def grower(self, store: KVTensors, rules: GrowthRules) -> NativeTreeGrower | None:
+        """Whole trees over one store. None where the states are not as wide as the features that drafted nodes need."""
+        if self._features not in (0, self.shape.hidden):
+            return None
+        sizes = self.shape.hidden, self.shape.vocab_size, self._features
+        return NativeTreeGrower(self, self._library, self._handle, self._team.handle, sizes, store, rules)
 
     def draft(
         self,

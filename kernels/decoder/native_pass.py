@@ -24,8 +24,11 @@ def packed_step(inputs: PackedInputs) -> StepData:
     )  # fmt: skip
 
 
+HELD = 8  # passes for which hidden states stay where they are
+
+
 class NativePass:
-    """A decoder's pass over one store into buffers of its own. It makes no tensor but the logits: after a pass, which has
+    """A decoder's pass over one store into buffers of its own, in turn. It makes no tensor but the logits: after a pass, which has
     streamed all weights through the caches, every small tensor costs some ten microseconds."""
 
     def __init__(
@@ -37,16 +40,20 @@ class NativePass:
         self._handle, self._team = handle, team
         self._store = store_data(store)
         self._width, self._vocab = shape.hidden, shape.vocab_size
-        self._hidden = torch.empty(0, self._width)
-        self._address = 0
-        self._views: dict[int, torch.Tensor] = {}  # the first n rows of `_hidden`
+        self.held = HELD
+        self._turn = 0
+        self._hidden = [torch.empty(0, self._width)] * HELD
+        self._addresses = [0] * HELD
+        self._views: list[dict[int, torch.Tensor]] = [{} for _ in range(HELD)]  # the first n rows of each buffer
 
     def __call__(self, inputs: PackedInputs, need_logits: bool) -> PackedOutput:
         nodes, scored = inputs.nodes, inputs.scored
-        if nodes > self._hidden.shape[0]:
-            self._hidden = torch.empty(max(nodes, 64), self._width)
-            self._address = self._hidden.data_ptr()
-            self._views.clear()
+        turn = self._turn = (self._turn + 1) % HELD
+        views = self._views[turn]
+        hidden = views.get(nodes)
+        if hidden is None:
+            hidden = views[nodes] = self._rows(turn, nodes)
+        address = self._addresses[turn]
         argmax = array("i", bytes(4 * scored))
         logits = torch.empty(scored, self._vocab) if need_logits else None
         check(
@@ -55,13 +62,17 @@ class NativePass:
                 self._team,
                 packed_step(inputs),
                 self._store,
-                self._address,
+                address,
                 argmax.buffer_info()[0],
                 None if logits is None else logits.data_ptr(),
                 None,
             )
         )
-        hidden = self._views.get(nodes)
-        if hidden is None:
-            hidden = self._views[nodes] = self._hidden[:nodes]
-        return argmax.tolist(), logits, hidden, bool(self._all_finite(self._address, nodes * self._width))
+        return argmax.tolist(), logits, hidden, bool(self._all_finite(address, nodes * self._width))
+
+    def _rows(self, turn: int, nodes: int) -> torch.Tensor:
+        if nodes > self._hidden[turn].shape[0]:
+            self._hidden[turn] = torch.empty(max(nodes, 64), self._width)
+            self._addresses[turn] = self._hidden[turn].data_ptr()
+            self._views[turn].clear()
+        return self._hidden[turn][:nodes]

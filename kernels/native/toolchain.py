@@ -71,6 +71,7 @@ def units() -> list[Unit]:
         Unit("kernels/native/pack.cpp", "pack", ("-O3",)),
         Unit("kernels/native/team.cpp", "team", ("-O2",)),
         Unit("kernels/suffix_index/native.cpp", "suffix_index", ("-O2",)),
+        Unit("kernels/draft_tree/native.cpp", "draft_tree", ("-O2",)),
         Unit("kernels/native/isa.cpp", "isa_portable", ("-O2", "-DFS_ISA=portable", *portable)),
         *isa,
     ]

@@ -15,6 +15,7 @@ from server.local import Completion, in_turn, stepping
 from server.tuning.traces import Trace, depths_of
 from spec.calibration import Calibration
 from spec.drafter import Budget, SequenceView
+from spec.drafting import nobody
 from spec.engine import Engine
 from spec.request import Request
 from spec.speculator import Limit, Load, Speculator, StepRecord
@@ -102,6 +103,7 @@ class Watched:
     def __init__(self, inner: Speculator) -> None:
         self._inner = inner
         self.patient: bool = getattr(inner, "patient", False)
+        self.refused = getattr(inner, "refused", nobody)
         self.asked = 0  # steps in which somebody might draft
         self.rests, self.passed, self.admit, self.record = inner.rests, inner.passed, inner.admit, inner.record
 

@@ -191,6 +191,39 @@ def engine_with(
     return engine, drafter
 
 
+class Plain(ShapeSpeculator):
+    """All steps but every n-th pass as plain decoding, nobody being asked."""
+
+    def __init__(self, shape: str, every: int) -> None:
+        super().__init__(shape)
+        self._every, self._steps = every, 0
+
+    def rests(self, views: Sequence[SequenceView]) -> bool:
+        self._steps += 1
+        return self._steps % self._every != 0
+
+
+@pytest.mark.parametrize("every", [2, 5, 12, 19])
+def test_states_of_plain_steps_are_known_when_drafts_are_wanted_again(head: LayerModel, every: int) -> None:
+    """Sequences come and go in the middle of a rest; every draft after it is the formula's of the target's own states."""
+    prompts, counts = prompts_of([4, 6, 18, 3], seed=8), (40, 9, 40, 23)
+    engine, drafter = engine_with(head, Plain("4x3", every))
+    runner = Runner(engine)
+    runner.add(*[greedy_request(i, prompts[i], counts[i]) for i in range(3)])
+    for _ in range(15):
+        runner.step()
+    runner.add(greedy_request(3, prompts[3], counts[3]))
+    for _ in range(6):
+        runner.step()
+    engine.cancel(2)
+    runner.finish()
+    for i in (0, 1, 3):
+        assert tuple(runner.answers[i].token_ids) == golden(prompts[i], counts[i])
+    assert drafter.checked > 0
+    assert engine.stats()["drafter_faults"] == {"heads": 0}
+    assert not drafter.states._runs
+
+
 @pytest.mark.parametrize("shape", ["chain:4", "4x3", "mixed"])
 @pytest.mark.parametrize("chunk", [256, 5])
 def test_every_draft_is_the_formulas_and_no_text_changes(head: LayerModel, shape: str, chunk: int) -> None:
