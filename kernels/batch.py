@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.whole_store import BLOCK, why_not
+
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
@@ -92,7 +94,8 @@ class KVTensors:
     """The keys and values of one model over the shared page pool. Same layout on every device.
 
     K is stored transposed inside a page so that one vector load takes the same channel of a whole page of keys.
-    dtype float32, bfloat16 or float8_e4m3fn.
+    dtype float32, bfloat16 or float8_e4m3fn; or uint8, whole numbers with steps: both are then
+    [L, pages, Hkv, page_size/16, 16 * (D + 4)] bytes, in the form of kernels/whole_store.
     """
 
     k: torch.Tensor  # [L, pages, Hkv, D, page_size]
@@ -100,7 +103,7 @@ class KVTensors:
 
     @property
     def page_size(self) -> int:
-        return self.k.shape[-1]
+        return store_sizes(self.k)[1]
 
     @property
     def num_pages(self) -> int:
@@ -112,10 +115,30 @@ class KVTensors:
     ) -> KVTensors:
         """Zero-filled store. On the CPU the system commits its memory as pages are first written."""
         zeros = _lazy_zeros if device == "cpu" else torch.zeros
+        every = (layers, pages, kv_heads)
+        if dtype == torch.uint8:
+            reason = why_not(head_dim, page_size)
+            if reason is not None:
+                raise ValueError(reason)
+            blocks = (*every, page_size // BLOCK, BLOCK * (head_dim + 4))
+            return KVTensors(*(zeros(blocks, dtype=dtype, device=device) for _ in range(2)))
         return KVTensors(
-            k=zeros((layers, pages, kv_heads, head_dim, page_size), dtype=dtype, device=device),
-            v=zeros((layers, pages, kv_heads, page_size, head_dim), dtype=dtype, device=device),
+            k=zeros((*every, head_dim, page_size), dtype=dtype, device=device),
+            v=zeros((*every, page_size, head_dim), dtype=dtype, device=device),
         )
+
+
+def store_sizes(store_k: torch.Tensor) -> tuple[int, int]:
+    """Channels of a head and tokens of a page, of all layers' keys or of one's."""
+    if store_k.dtype == torch.uint8:
+        return store_k.shape[-1] // BLOCK - 4, store_k.shape[-2] * BLOCK
+    return store_k.shape[-2], store_k.shape[-1]
+
+
+def bytes_per_token(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    """What a token takes in a store, steps included."""
+    head = head_dim + 4 if dtype == torch.uint8 else head_dim * dtype.itemsize
+    return 2 * layers * kv_heads * head
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:

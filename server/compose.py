@@ -23,7 +23,7 @@ from drafters import registry
 from drafters.draws import TopShares
 from drafters.layer_models import LayerModel, quantised
 from kernels import native
-from kernels.batch import KVTensors
+from kernels.batch import KVTensors, bytes_per_token
 from kernels.decoder import DecoderShape, DecoderWeights, FusedDecoder, HostDecoder
 from kernels.decoder.placement import placed
 from kernels.decoder.reference import ReferenceDecoder
@@ -32,6 +32,7 @@ from kernels.sample import reference as sample_reference
 from kernels.suffix_index import SuffixOps
 from kernels.suffix_index import reference as suffix_reference
 from kernels.top_shares import reference as top_shares_reference
+from kernels.whole_store import why_not
 from server.gpu_memory import kv_bytes, largest_step, step_bytes
 from server.models import resolve
 from server.settings import Settings
@@ -52,7 +53,7 @@ from spec.target import TargetModel
 # Bits a weight of trained drafters on the CPU: of their layers, and of their vocabulary matrix.
 DRAFT_BITS, DRAFT_HEAD_BITS = 8, 4
 
-_KV_TYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float8": torch.float8_e4m3fn}
+_KV_TYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float8": torch.float8_e4m3fn, "int8": torch.uint8}
 
 
 def cache_root(settings: Settings) -> Path:
@@ -88,11 +89,15 @@ class Parts:
     grammars: GrammarCompiler
 
     @property
+    def kv_type(self) -> str:
+        """What keys and values are kept in, by the setting's names."""
+        if self.settings.kv_type != "auto":
+            return self.settings.kv_type
+        return "float32" if self.settings.weights == "float32" else "bfloat16"
+
+    @property
     def kv_dtype(self) -> torch.dtype:
-        name = self.settings.kv_type
-        if name == "auto":
-            name = "float32" if self.settings.weights == "float32" else "bfloat16"
-        return _KV_TYPES[name]
+        return _KV_TYPES[self.kv_type]
 
 
 def load_parts(settings: Settings) -> Parts:
@@ -116,7 +121,17 @@ def load_parts(settings: Settings) -> Parts:
     model = _placed(model.trimmed(tokenizer.vocab_size), settings.device)
     eos_ids = tuple(sorted({*model.eos_ids, *tokenizer.eos_ids}))
     grammars = GrammarCompiler(tokenizer.tokenizer_json(), eos_ids, model.shape.vocab_size)
-    return Parts(settings, model, tokenizer, backend.make(model), backend, cache, eos_ids, grammars)
+    parts = Parts(settings, model, tokenizer, backend.make(model), backend, cache, eos_ids, grammars)
+    _check_store((model.shape,), parts)
+    return parts
+
+
+def _check_store(shapes: Sequence[DecoderShape], parts: Parts) -> None:
+    """Raises ConfigError where a model's keys and values cannot be kept as asked for."""
+    for shape in shapes:
+        reason = why_not(shape.head_dim, parts.settings.page_size) if parts.kv_dtype == torch.uint8 else None
+        if reason is not None:
+            raise ConfigError(f"--kv-type {parts.kv_type}: {reason}")
 
 
 def _placed(model: LoadedModel, device: str) -> LoadedModel:
@@ -143,7 +158,7 @@ class Backend:
     top: TopShares = top_shares_reference.top_shares
     suffix: SuffixOps = suffix_reference
     trim: Callable[[], None] = _nothing  # gives freed memory back to the system
-    kv_types: tuple[str, ...] = ("bfloat16", "float32", "float8")  # what keys and values may be kept in
+    kv_types: tuple[str, ...] = ("bfloat16", "float32", "float8", "int8")  # what keys and values may be kept in
     published: bool = False  # the layers' matrices of quantised safetensors stay in their published form
 
 
@@ -185,7 +200,7 @@ def _native(settings: Settings) -> Backend:
         NativeTopShares(threads),
         NativeSuffix(),
         trim=library.trim,
-        kv_types=("bfloat16", "float32"),
+        kv_types=("bfloat16", "float32", "int8"),
     )
 
 
@@ -201,6 +216,7 @@ def _triton(settings: Settings) -> Backend:
         sample,
         slots.move,
         top=top_shares,
+        kv_types=("bfloat16", "float32", "float8"),
         published=True,
     )
 
@@ -214,7 +230,7 @@ def thread_count(settings: Settings) -> int:
 
 
 def kv_bytes_per_token(shape: DecoderShape, dtype: torch.dtype) -> int:
-    return 2 * shape.layers * shape.kv_heads * shape.head_dim * dtype.itemsize
+    return bytes_per_token(shape.layers, shape.kv_heads, shape.head_dim, dtype)
 
 
 def _kv_memory(settings: Settings, shape: DecoderShape) -> int:
@@ -237,6 +253,7 @@ def make_engine(
     shape = parts.model.shape
     chosen = settings.drafters if drafters is None else drafters
     plan = registry.plan(chosen, _drafting_target(parts))
+    _check_store(plan.shapes, parts)
     per_token = kv_bytes_per_token(shape, parts.kv_dtype) + sum(kv_bytes_per_token(s, parts.kv_dtype) for s in plan.shapes)
     kv_memory = _kv_memory(settings, shape)
     num_pages = kv_memory // (per_token * settings.page_size)
@@ -254,7 +271,7 @@ def make_engine(
         chunk_tokens=settings.chunk_tokens,
         max_tree_nodes=settings.max_tree_nodes,
         prefix_cache=settings.prefix_cache,
-        model_salt=f"{parts.model.digest}/{parts.backend.name}/{parts.kv_dtype}/{settings.weights}",
+        model_salt=f"{parts.model.digest}/{parts.backend.name}/{parts.kv_type}/{settings.weights}",
     )
     pool = PagePool(num_pages)
     device = settings.device

@@ -48,7 +48,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     backend: Literal["auto", "native", "reference", "triton"] = "auto"
     weights: Literal["native", "float32", "bfloat16"] = "native"
     quantise: Literal["q8", "q4"] | None = None  # for checkpoints stored in 16 or 32 bits
-    kv_type: Literal["auto", "bfloat16", "float32", "float8"] = "auto"  # float8 (e4m3, no scale): not with the native kernels
+    kv_type: Literal["auto", "bfloat16", "float32", "int8", "float8"] = (
+        "auto"  # int8: on the CPU; float8 (e4m3, no scale): where not native
+    )
     deterministic: bool = False  # on a GPU: kernels whose bits do not depend on the batch, slower; on the CPU they never do
     threads: int = 0  # 0 = one per core
     kv_memory: int = 2**30  # bytes, target and drafters together

@@ -45,6 +45,7 @@ struct DecoderState : DecoderStateBase {
     float* out_logits = nullptr;
     Buffer<float> x, q, k, v, attended, inner, values;
     Buffer<uint8_t> quantised;
+    Buffer<uint8_t> whole_q;  // queries, where the store is of bytes
     size_t q_stride = 0, kv_stride = 0;
     AttentionPlan plan;
     std::vector<ThreadState> threads;
@@ -246,6 +247,7 @@ class Forward {
             if (!l.q_norm.empty()) rms_norm_row(q, l.q_norm.data(), d, shape.norm_eps, q);
             rope_head(q, cos, sin, d, shape.scale, q);
         }
+        if (s_.store->kind == FS_STORE_BYTES) write_queries(s_.plan, *s_.store, node, head, per_group, q - per_group * d, s_.whole_q);
         const size_t kv = static_cast<size_t>(node) * s_.kv_stride + static_cast<size_t>(head * d);
         const float* k = s_.k.data() + kv;
         if (!l.k_norm.empty()) {
@@ -257,7 +259,7 @@ class Forward {
     }
 
     void attend(int layer, int begin, int end, int thread) {
-        const AttentionLayer a{s_.step, s_.store, &s_.plan, s_.q.data(), s_.attended.data(), s_.q_stride, m_.shape.q_heads, m_.shape.window, layer};
+        const AttentionLayer a{s_.step, s_.store, &s_.plan, s_.q.data(), s_.attended.data(), s_.q_stride, m_.shape.q_heads, m_.shape.window, layer, s_.whole_q.data()};
         attend_units(a, begin, end, s_.threads[static_cast<size_t>(thread)].attention);
     }
 
@@ -352,6 +354,7 @@ inline void reserve(DecoderState& s, int threads) {
     grow(s.inner, n * static_cast<size_t>(shape.intermediate));
     grow(s.values, static_cast<size_t>(rows) * static_cast<size_t>(widest));
     grow(s.quantised, rows_bytes(widest, rows));
+    reserve_queries(s.plan, *s.store, s.whole_q);
     if (s.threads.size() < static_cast<size_t>(threads)) s.threads.resize(static_cast<size_t>(threads));
     for (ThreadState& t : s.threads) {
         grow(t.quantised, rows_bytes(widest, kPrivateRows));
@@ -360,7 +363,7 @@ inline void reserve(DecoderState& s, int threads) {
         grow(t.best, static_cast<size_t>(s.step->scored));
         t.prepared = -1;
         t.has_best = false;
-        t.attention.reserve(s.plan.max_queries, s.plan.padded, shape.head_dim);
+        t.attention.reserve(*s.store, s.plan.max_queries, s.plan.padded);
     }
 }
 

@@ -20,7 +20,7 @@ from kernels.rope.reference import rope
 from kernels.sample.reference import argmax
 from kernels.silu_mul.reference import silu_mul
 from kernels.top_shares.reference import best_tokens
-from kernels.tree_attention.reference import attend, key_slots
+from kernels.tree_attention.reference import attend, first_positions, key_slots
 
 
 class ReferenceDecoder:
@@ -50,9 +50,10 @@ class ReferenceDecoder:
     ) -> DecoderOutput:
         shape, weights = self.shape, self.weights
         paths = key_slots(inputs, store.page_size, shape.sliding_window)
+        firsts = first_positions(inputs, paths)
         x = self._input(lookup(weights.embedding, inputs.input_ids), features)  # [N, hidden]
         for index, layer in enumerate(weights.layers):
-            x = x + self._attention(x, layer, inputs, store.k[index], store.v[index], paths)
+            x = x + self._attention(x, layer, inputs, store.k[index], store.v[index], paths, firsts)
             x = x + self._mlp(x, layer)
         hidden = _norm(x, weights.final_norm, shape.norm_eps)
         logits = linear(hidden[inputs.score_rows.long()], weights.lm_head)  # [R, vocab]
@@ -75,6 +76,7 @@ class ReferenceDecoder:
         store_k: torch.Tensor,
         store_v: torch.Tensor,
         paths: list[torch.Tensor],
+        firsts: list[int],
     ) -> torch.Tensor:
         shape, weights = self.shape, self.weights
         n = x.shape[0]
@@ -89,7 +91,7 @@ class ReferenceDecoder:
         q = rope(q, inputs.positions, weights.rope_cos, weights.rope_sin)
         k = rope(k, inputs.positions, weights.rope_cos, weights.rope_sin)
         write(k, v, inputs.slots, store_k, store_v)
-        mixed = attend(q, store_k, store_v, paths, shape.attention_scale)
+        mixed = attend(q, store_k, store_v, paths, shape.attention_scale, firsts=firsts)
         return linear(mixed.reshape(n, -1), layer.o)
 
     def _mlp(self, x: torch.Tensor, layer: LayerWeights) -> torch.Tensor:

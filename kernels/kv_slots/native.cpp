@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "api.h"
+#include "kernels/kv_slots/whole.h"
 #include "lanes.h"
 
 namespace fs::FS_ISA {
@@ -40,10 +41,10 @@ inline void write_head_as(const fs_store& s, int layer, int slot, int head, cons
 }
 
 inline void write_head(const fs_store& s, int layer, int slot, int head, const float* k, const float* v) {
-    if (s.bf16 != 0) {
-        write_head_as<uint16_t>(s, layer, slot, head, k, v);
-    } else {
-        write_head_as<float>(s, layer, slot, head, k, v);
+    switch (s.kind) {
+        case FS_STORE_BYTES: write_head_whole(s, layer, slot, head, k, v); break;
+        case FS_STORE_BF16: write_head_as<uint16_t>(s, layer, slot, head, k, v); break;
+        default: write_head_as<float>(s, layer, slot, head, k, v);
     }
 }
 
@@ -78,10 +79,10 @@ inline void move_layer_as(const fs_store& s, int layer, const int32_t* src, cons
 }
 
 inline void move_layer(const fs_store& s, int layer, const int32_t* src, const int32_t* dst, int n) {
-    if (s.bf16 != 0) {
-        move_layer_as<uint16_t>(s, layer, src, dst, n);
-    } else {
-        move_layer_as<float>(s, layer, src, dst, n);
+    switch (s.kind) {
+        case FS_STORE_BYTES: move_layer_whole(s, layer, src, dst, n); break;
+        case FS_STORE_BF16: move_layer_as<uint16_t>(s, layer, src, dst, n); break;
+        default: move_layer_as<float>(s, layer, src, dst, n);
     }
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.batch import KVTensors
+from kernels.batch import KVTensors, store_sizes
 from kernels.native import require
 from kernels.native.tensors import address, layered_store, store_data
 
@@ -18,14 +18,15 @@ def write(
     isa: str | None = None,
 ) -> None:
     """Put rows k, v [N, Hkv, D] float32 into `slots` [N] int32 of one layer, rounded to the store's dtype. Raises IndexError."""
-    pages, heads, dim, page_size = store_k.shape
+    pages, heads = store_k.shape[:2]
+    dim, page_size = store_sizes(store_k)
     _check_slots(slots, pages * page_size)
     if k.shape != (slots.shape[0], heads, dim) or v.shape != k.shape:
         raise ValueError(f"k {list(k.shape)} and v {list(v.shape)} must be {[slots.shape[0], heads, dim]}")
     library = require()
     library.c.fs_kv_write(
         library.isa(isa),
-        layered_store(store_k, store_v, 1, pages, heads, dim, page_size),
+        layered_store(store_k, store_v, 1),
         0,
         address(k, torch.float32, "k"),
         address(v, torch.float32, "v"),

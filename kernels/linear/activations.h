@@ -60,11 +60,8 @@ struct Rows {
     const uint8_t* row(int r) const { return codes + group_bytes * static_cast<size_t>(r / kGroup) + kLineBytes * static_cast<size_t>(r % kGroup); }
 };
 
-// x[0..in) as row r of `to`. `in` is a multiple of 32.
-inline void quantise_row(const float* x, int in, int r, const RowLayout& layout, uint8_t* to) {
-    I most = set1(0);
-    for (int i = 0; i < in; i += 16) most = max(most, magnitude_bits(load(x + i)));
-    const int32_t bits = reduce_max(most);
+// x[0..in) as row r of `to`, when the bits of its largest magnitude are known. `in` is a multiple of 32.
+inline void quantise_row(const float* x, int in, int r, const RowLayout& layout, uint8_t* to, int32_t bits) {
     float largest;
     std::memcpy(&largest, &bits, 4);
     const bool numbers = bits < kInfinityBits, empty = largest < kLeastRow;
@@ -73,10 +70,7 @@ inline void quantise_row(const float* x, int in, int r, const RowLayout& layout,
     auto* codes = reinterpret_cast<int8_t*>(to + layout.group_bytes() * static_cast<size_t>(r / kGroup) + kLineBytes * static_cast<size_t>(r % kGroup));
     const size_t part = layout.part(), span = layout.span();
     int i = 0;
-    for (; i + kSpan <= in; i += kSpan, codes += span) {
-        take_parts(sums, x + i, inverse, codes, codes + part);
-        take_parts(sums, x + i + kBlock, inverse, codes + kBlock, codes + part + kBlock);
-    }
+    for (; i + kSpan <= in; i += kSpan, codes += span) take_span(sums, x + i, inverse, codes, codes + part);
     if (i < in) {
         take_parts(sums, x + i, inverse, codes, codes + part);
         std::memset(codes + kBlock, 0, kBlock);  // the block of zeros behind an odd last one
@@ -85,6 +79,12 @@ inline void quantise_row(const float* x, int in, int r, const RowLayout& layout,
     const float step = empty ? 0.0f : largest / kLargestCode;
     const RowFields fields{numbers ? step : std::nanf(""), -128 * high_sum(sums), -128 * low_sum(sums), 0};
     std::memcpy(to + layout.code_bytes() + sizeof(RowFields) * static_cast<size_t>(r), &fields, sizeof fields);
+}
+
+inline void quantise_row(const float* x, int in, int r, const RowLayout& layout, uint8_t* to) {
+    I most = set1(0);
+    for (int i = 0; i < in; i += 16) most = max(most, magnitude_bits(load(x + i)));
+    quantise_row(x, in, r, layout, to, reduce_max(most));
 }
 
 // Whole sums over 256 * high + low as outputs.

@@ -119,9 +119,16 @@ void tree_attention(Team& team, const float* q, int q_heads, const fs_store& sto
     for (float& value : scaled) value *= scale;
     AttentionPlan plan;
     plan_attention(step, q_heads, store.kv_heads, store.head_dim, window, team.threads(), &plan);
-    AttentionJob job{{&step, &store, &plan, scaled.data(), out, width, q_heads, window, layer}, {}};
+    const int per_group = q_heads / store.kv_heads;
+    Buffer<uint8_t> whole;
+    reserve_queries(plan, store, whole);
+    for (int i = 0; store.kind == FS_STORE_BYTES && i < step.nodes * store.kv_heads; ++i) {
+        const int node = i / store.kv_heads, head = i % store.kv_heads;
+        write_queries(plan, store, node, head, per_group, scaled.data() + static_cast<size_t>(node) * width + static_cast<size_t>(head * per_group * store.head_dim), whole);
+    }
+    AttentionJob job{{&step, &store, &plan, scaled.data(), out, width, q_heads, window, layer, whole.data()}, {}};
     job.scratch.resize(static_cast<size_t>(team.threads()));
-    for (AttentionScratch& s : job.scratch) s.reserve(plan.max_queries, plan.padded, store.head_dim);
+    for (AttentionScratch& s : job.scratch) s.reserve(store, plan.max_queries, plan.padded);
     const Phase phase{[](void* p, int, int begin, int end, int thread) {
                           auto& j = *static_cast<AttentionJob*>(p);
                           attend_units(j.layer, begin, end, j.scratch[static_cast<size_t>(thread)]);

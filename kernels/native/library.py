@@ -75,7 +75,7 @@ class StoreData(Structure):
         ("kv_heads", c_int32),
         ("head_dim", c_int32),
         ("page_size", c_int32),
-        ("bf16", c_int32),
+        ("kind", c_int32),
     ]
 
 

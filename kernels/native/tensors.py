@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import torch
 
-from kernels.batch import KVTensors, StepInputs
+from kernels.batch import KVTensors, StepInputs, store_sizes
 from kernels.linear import BlockWeight, DenseWeight, LayerWeight
 from kernels.linear.formats import PublishedWeight
 from kernels.native.library import StepData, StoreData, WeightData
 
 _DENSE_KINDS = {torch.float32: 2, torch.float16: 3, torch.bfloat16: 4}
+_STORE_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}
 
 
 def address(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> int:
@@ -81,17 +82,17 @@ def step_data(inputs: StepInputs) -> StepData:
 
 
 def store_data(store: KVTensors) -> StoreData:
-    """All layers of a store. Raises ValueError when it is neither float32 nor bfloat16."""
-    layers, pages, heads, head_dim, page_size = store.k.shape
-    return layered_store(store.k, store.v, layers, pages, heads, head_dim, page_size)
+    """All layers of a store. Raises ValueError when it is of no kind that the library knows."""
+    return layered_store(store.k, store.v, store.k.shape[0])
 
 
-def layered_store(
-    k: torch.Tensor, v: torch.Tensor, layers: int, pages: int, heads: int, head_dim: int, page_size: int
-) -> StoreData:
-    """The same from tensors whose sizes the caller spells out (a single layer has no layer axis)."""
-    if k.dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(f"a store is float32 or bfloat16, not {k.dtype}")
+def layered_store(k: torch.Tensor, v: torch.Tensor, layers: int) -> StoreData:
+    """The same from the tensors; a single layer has no layer axis."""
+    kind = _STORE_KINDS.get(k.dtype)
+    if kind is None:
+        raise ValueError(f"a store is float32, bfloat16 or bytes (uint8), not {k.dtype}")
+    pages, heads = k.shape[-4:-2]
+    head_dim, page_size = store_sizes(k)
     return StoreData(
         address(k, k.dtype, "store.k"),
         address(v, k.dtype, "store.v"),
@@ -100,5 +101,5 @@ def layered_store(
         heads,
         head_dim,
         page_size,
-        int(k.dtype is torch.bfloat16),
+        kind,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.batch import StepInputs
+from kernels.batch import StepInputs, store_sizes
 from kernels.native import require
 from kernels.native.library import check
 from kernels.native.tensors import address, layered_store, step_data
@@ -23,7 +23,7 @@ def tree_attention(
     """out [N, Hq, D] float32; the contract is the package's. Raises NativeError on indices out of bounds."""
     library = require()
     nodes, q_heads, dim = q.shape
-    pages, kv_heads, store_dim, page_size = store_k.shape
+    kv_heads, store_dim = store_k.shape[1], store_sizes(store_k)[0]
     if nodes != inputs.num_nodes or dim != store_dim or q_heads % kv_heads != 0 or q_heads // kv_heads > 256:
         raise ValueError(f"q {list(q.shape)} does not fit {inputs.num_nodes} nodes and a store of {list(store_k.shape)}")
     out = torch.empty_like(q)
@@ -33,7 +33,7 @@ def tree_attention(
             library.team(threads).handle,
             address(q, torch.float32, "q"),
             q_heads,
-            layered_store(store_k, store_v, 1, pages, kv_heads, dim, page_size),
+            layered_store(store_k, store_v, 1),
             0,
             step_data(inputs),
             scale,

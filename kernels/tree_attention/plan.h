@@ -30,6 +30,13 @@ struct AttentionUnit {
     int chunk_begin;  // chunks of absolute positions
     int chunk_end;
     int group;        // units that are joined at the end, -1 when the unit is alone
+    int tile;         // of nodes
+};
+
+// Nodes of one row whose queries travel together.
+struct NodeTile {
+    int begin;
+    int end;
 };
 
 struct AttentionGroup {
@@ -41,6 +48,8 @@ struct AttentionGroup {
 struct AttentionPlan {
     std::vector<AttentionUnit> units;
     std::vector<AttentionGroup> groups;
+    std::vector<NodeTile> tiles;
+    std::vector<int> tile_of_node;
     Buffer<float> partial;  // per group and chunk: a Partial (tiles.h)
     std::unique_ptr<std::atomic<int>[]> finished;  // per group
     size_t finished_size = 0;
@@ -65,6 +74,8 @@ inline void plan_attention(const fs_step& step, int q_heads, int kv_heads, int h
     const int nodes_per_unit = std::max(1, kMaxQueries / per_group);
     plan->units.clear();
     plan->groups.clear();
+    plan->tiles.clear();
+    plan->tile_of_node.clear();
     plan->max_queries = nodes_per_unit * per_group;
     plan->padded = (head_dim + 15) / 16 * 16;
     int tiles = 0;
@@ -74,6 +85,9 @@ inline void plan_attention(const fs_step& step, int q_heads, int kv_heads, int h
     for (int s = 0; s < step.rows; ++s) {
         for (int begin = step.row_ptr[s]; begin < step.row_ptr[s + 1]; begin += nodes_per_unit) {
             const int end = std::min(begin + nodes_per_unit, step.row_ptr[s + 1]);
+            const auto tile = static_cast<int>(plan->tiles.size());
+            plan->tiles.push_back({begin, end});
+            plan->tile_of_node.insert(plan->tile_of_node.end(), static_cast<size_t>(end - begin), tile);
             int low = INT32_MAX, high = 0;
             for (int i = begin; i < end; ++i) {
                 const int seen = keys_seen(step, s, i);
@@ -82,7 +96,7 @@ inline void plan_attention(const fs_step& step, int q_heads, int kv_heads, int h
             }
             const int chunk_begin = low / kChunk, chunk_end = (high + kChunk - 1) / kChunk;
             if (!split || chunk_end - chunk_begin == 1) {
-                for (int h = 0; h < kv_heads; ++h) plan->units.push_back({s, h, begin, end, chunk_begin, chunk_end, -1});
+                for (int h = 0; h < kv_heads; ++h) plan->units.push_back({s, h, begin, end, chunk_begin, chunk_end, -1, tile});
                 continue;
             }
             const auto group = static_cast<int>(plan->groups.size());
@@ -92,7 +106,7 @@ inline void plan_attention(const fs_step& step, int q_heads, int kv_heads, int h
             }
             // The heads of a page lie behind each other, so all of them take a chunk before the next one is read.
             for (int c = chunk_begin; c < chunk_end; ++c) {
-                for (int h = 0; h < kv_heads; ++h) plan->units.push_back({s, h, begin, end, c, c + 1, group + h});
+                for (int h = 0; h < kv_heads; ++h) plan->units.push_back({s, h, begin, end, c, c + 1, group + h, tile});
             }
         }
     }

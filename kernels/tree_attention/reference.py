@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from kernels.batch import StepInputs
+from kernels.batch import StepInputs, store_sizes
 from kernels.float8.reference import codes
+from kernels.tree_attention.whole import attend_node
+from kernels.whole_store import reference as whole_store
 
 
 def tree_attention(
@@ -22,7 +24,13 @@ def tree_attention(
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """out [N, Hq, D]; the contract is the package's. `sinks` [Hq] float32 adds a key of logit sinks[h] and value zero."""
-    return attend(q, store_k, store_v, key_slots(inputs, store_k.shape[-1], window), scale, sinks)
+    paths = key_slots(inputs, store_sizes(store_k)[1], window)
+    return attend(q, store_k, store_v, paths, scale, sinks, firsts=first_positions(inputs, paths))
+
+
+def first_positions(inputs: StepInputs, paths: list[torch.Tensor]) -> list[int]:
+    """The absolute position of each path's first key; its last one is the node's own."""
+    return [position + 1 - path.shape[0] for position, path in zip(inputs.positions.tolist(), paths, strict=True)]
 
 
 def key_slots(inputs: StepInputs, page_size: int, window: int | None) -> list[torch.Tensor]:
@@ -52,8 +60,12 @@ def attend(
     paths: list[torch.Tensor],
     scale: float,
     sinks: torch.Tensor | None = None,
+    *,
+    firsts: list[int],
 ) -> torch.Tensor:
-    """softmax(q k^T * scale) v per node and head over the node's own path. q [N, Hq, D]; paths as `key_slots` gives."""
+    """softmax(q k^T * scale) v per node and head over the node's own path. q [N, Hq, D]; paths and firsts as the functions above give."""
+    if store_k.dtype == torch.uint8:
+        return _attend_whole(q * scale, store_k, store_v, paths, firsts, sinks)
     heads, dim = q.shape[1:]
     kv_heads = store_k.shape[1]
     out = torch.empty_like(q)
@@ -73,4 +85,21 @@ def attend(
             total = total + torch.exp(sinks.unsqueeze(-1) - top)
         mixed = (weights.reshape(kv_heads, -1, path.shape[0], 1) * v.unsqueeze(1)).sum(-2)  # [Hkv, G, D]
         out[i] = mixed.reshape(heads, dim) / total
+    return out
+
+
+def _attend_whole(
+    q: torch.Tensor,
+    store_k: torch.Tensor,
+    store_v: torch.Tensor,
+    paths: list[torch.Tensor],
+    firsts: list[int],
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    page_size = store_sizes(store_k)[1]
+    out = torch.empty_like(q)
+    for i, (path, first) in enumerate(zip(paths, firsts, strict=True)):
+        page, offset = path // page_size, path % page_size
+        keys, values = whole_store.keys_at(store_k, page, offset), whole_store.values_at(store_v, page, offset)
+        out[i] = attend_node(q[i], keys, values, first, sinks)
     return out

@@ -210,8 +210,10 @@ struct Partial {
         : sums(base), top(base + queries * padded_), mass(top + (queries + 15) / 16 * 16), padded(padded_) {}
 };
 
-// joined = joined and next, online softmax (Milakov & Gimelshein 2018). A side without keys has mass 0 and changes nothing.
-inline void join_partial(const Partial& joined, const Partial& next, int queries) {
+// joined = joined and next, online softmax (Milakov & Gimelshein 2018). A side without keys has mass 0 and changes nothing. `power`: what
+// weights are of scores, for numbers up to 0.
+template <class Power>
+inline void join_partial(const Partial& joined, const Partial& next, int queries, Power&& power) {
     const F lowest = set1(-__builtin_inff());
     for (int first_query = 0; first_query < queries; first_query += 16) {
         const int n = std::min(16, queries - first_query);
@@ -219,7 +221,7 @@ inline void join_partial(const Partial& joined, const Partial& next, int queries
         const F top = max(old_top, next_top);
         const F anchor = select(less(lowest, top), top, zero());  // both sides empty: any finite number will do
         alignas(64) float keep[16], take[16];
-        const F k = exp_lanes(sub(old_top, anchor)), t = exp_lanes(sub(next_top, anchor));
+        const F k = power(sub(old_top, anchor)), t = power(sub(next_top, anchor));
         store(keep, k);
         store(take, t);
         store_part(joined.top + first_query, top, n);

@@ -99,7 +99,7 @@ def _report(parts: Parts, found: Comparison, window: int) -> dict[str, object]:
         "backend": parts.backend.name,
         "weights": parts.settings.weights,
         "quantise": parts.settings.quantise,
-        "kv_type": str(parts.kv_dtype).removeprefix("torch."),
+        "kv_type": parts.kv_type,
         "perplexity": round(tested.perplexity, 5),
         "tokens": tested.tokens,
         "window": window,

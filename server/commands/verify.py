@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from kernels.whole_store import BLOCK
 from server.commands.common import prompts_of, requests_of, table_console
 from server.compose import Parts, kv_bytes_per_token, load_parts, make_engine, shipped_drafters
 from server.local import Completion, run_requests
@@ -56,7 +58,8 @@ def combinations(parts: Parts, baseline: Sequence[Completion], everything: bool)
     if not everything:
         return rows
     best = names[-1]
-    rows += [Combination(best, "", f"page size {p}", change(drafters=best, page_size=p)) for p in (1, 4, 32)]
+    sizes = (BLOCK, 2 * BLOCK) if parts.kv_dtype == torch.uint8 else (1, 4, 32)  # bytes are kept in whole blocks
+    rows += [Combination(best, "", f"page size {p}", change(drafters=best, page_size=p)) for p in sizes]
     rows += [Combination(best, "", f"chunk {c}", change(drafters=best, chunk_tokens=c)) for c in (7, 64)]
     for name in ("none", *names):
         rows += [Combination(name, "", f"batch {b}", change(drafters=name), concurrency=b) for b in (4, 16)]

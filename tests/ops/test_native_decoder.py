@@ -75,41 +75,46 @@ def test_dense_bits_never_move(name: str) -> None:
     check_invariance(NativeDecoder(*model(name), 2), length=30, page_sizes=(4, 16), move=move)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_quantised_bits_never_move(bits: int, dtype: torch.dtype) -> None:
     shape, weights = rand_weights(3)
-    check_invariance(NativeDecoder(shape, quantized(weights, bits), 2), move=move, dtype=dtype)
+    sizes = (16, 32) if dtype is torch.uint8 else (1, 4, 16, 32)
+    check_invariance(NativeDecoder(shape, quantized(weights, bits), 2), page_sizes=sizes, move=move, dtype=dtype)
 
 
-def test_bits_never_move_over_chunk_borders() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8])
+def test_bits_never_move_over_chunk_borders(dtype: torch.dtype) -> None:
     shape, weights = rand_weights(4, layers=2)
     decoder = NativeDecoder(shape, quantized(weights), 2)
-    check_invariance(decoder, length=150, page_sizes=(16,), move=move)
+    check_invariance(decoder, length=150, page_sizes=(16,), move=move, dtype=dtype)
 
 
-def test_row_counts_1_to_64() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8])
+def test_row_counts_1_to_64(dtype: torch.dtype) -> None:
     """The first tokens of a text give the same bits whatever number of rows follows in the same pass."""
     shape, weights = rand_weights(5)
     decoder = NativeDecoder(shape, quantized(weights), 2)
     text = [(i * 37) % 512 for i in range(64)]
-    hidden, logits = alone(decoder, text)
+    hidden, logits = alone(decoder, text, dtype=dtype)
     for rows in range(1, 65):
         inputs = step_inputs([Row(text[:rows], range(9), 0)], 16)
-        out = decoder.forward(inputs, new_store(shape, 9, fill=float("nan")), need_logits=True)
+        out = decoder.forward(inputs, new_store(shape, 9, dtype=dtype, fill=float("nan")), need_logits=True)
         assert out.logits is not None
         assert torch.equal(out.logits, logits[:rows])
         assert torch.equal(out.hidden, hidden[:rows])
 
 
-@pytest.mark.parametrize("bits", [None, 4, 8])
-def test_threads_and_instruction_sets_agree_bit_for_bit(bits: int | None) -> None:
+@pytest.mark.parametrize(
+    ("bits", "dtype"), [(None, torch.float32), (4, torch.float32), (8, torch.float32), (4, torch.uint8), (None, torch.uint8)]
+)
+def test_threads_and_instruction_sets_agree_bit_for_bit(bits: int | None, dtype: torch.dtype) -> None:
     shape, weights = rand_weights(6, qk_norm=True)
     weights = weights if bits is None else quantized(weights, bits)
     text = [(i * 101) % 512 for i in range(20)]
-    want = alone(NativeDecoder(shape, weights, 1), text)
+    want = alone(NativeDecoder(shape, weights, 1), text, dtype=dtype)
     for threads, isa in [(2, None), (5, None), *((2, isa) for isa in LIBRARY.isas)]:
-        got = alone(NativeDecoder(shape, weights, threads, isa=isa), text)
+        got = alone(NativeDecoder(shape, weights, threads, isa=isa), text, dtype=dtype)
         assert torch.equal(got[0], want[0]), (threads, isa)
         assert torch.equal(got[1], want[1]), (threads, isa)
 

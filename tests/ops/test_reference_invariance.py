@@ -27,6 +27,12 @@ def test_page_sizes(page_size: int) -> None:
     check_invariance(ReferenceDecoder(*toy.rand_weights(3, layers=2)), page_sizes=(page_size,))
 
 
+@pytest.mark.parametrize("name", ["rand", "one kv head, qk norm", "bias, window"])
+def test_a_store_of_bytes(name: str) -> None:
+    shape, weights = toy.rand_weights(3, **(CONFIGS[name] | {"layers": 2}))
+    check_invariance(ReferenceDecoder(shape, weights), length=30, page_sizes=(16, 32), dtype=torch.uint8)
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 def test_quantised_with_bfloat16_store(bits: int) -> None:
     shape, weights = toy.rand_weights(4, layers=2)

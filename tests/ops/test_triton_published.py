@@ -106,5 +106,7 @@ def test_keys_in_8_bits_are_served_and_refused_by_the_native_kernels(tmp_path: P
         assert engine.config.num_pages == 2**17 // (2 * 2 * 32 * 16)  # a byte each: keys and values of 2 heads of 32
     assert said["triton"] == said["reference"]
     if native.load() is not None:
-        with pytest.raises(ConfigError, match="--kv-type float8 is not for the native kernels; they keep bfloat16 or float32"):
+        with pytest.raises(
+            ConfigError, match="--kv-type float8 is not for the native kernels; they keep bfloat16 or float32 or int8"
+        ):
             load_parts(msgspec.structs.replace(parts.settings, backend="native", device="cpu"))

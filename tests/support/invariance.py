@@ -15,6 +15,7 @@ from toy import Row, new_store, step_inputs
 from kernels.batch import KVTensors
 from kernels.decoder import Decoder
 from kernels.kv_slots.reference import move as reference_move
+from kernels.kv_slots.reference import write as reference_write
 
 Move = Callable[[torch.Tensor, torch.Tensor, KVTensors], None]
 Scores = tuple[torch.Tensor, torch.Tensor]  # hidden [T, hidden], logits [T, vocab]
@@ -35,6 +36,7 @@ class Runner:
         self.kv_len = 0
         self.neighbour = neighbour
         self.other_kv = 0
+        self.other_written: set[int] = set()
 
     def run(self, tokens: Sequence[int], parents: Sequence[int] | None = None) -> Scores:
         """Scores of all nodes; commits nothing (`commit` does)."""
@@ -57,10 +59,13 @@ class Runner:
         other = Row(tokens, self.other_pages, self.other_kv, parents)
         self.other_kv = (self.other_kv + 1) % 20
         for index in range(self.other_kv):  # whatever the neighbour's committed keys are, they are numbers
-            slot = self.other_pages[index // self.page_size], index % self.page_size
-            if self.store.k[:, slot[0], :, :, slot[1]].isnan().any():
-                self.store.k[:, slot[0], :, :, slot[1]] = 0.5
-                self.store.v[:, slot[0], :, slot[1]] = 0.5
+            page, offset = self.other_pages[index // self.page_size], index % self.page_size
+            if index not in self.other_written:
+                self.other_written.add(index)
+                half = torch.full((1, self.store.k.shape[2], self.decoder.shape.head_dim), 0.5)
+                at = torch.tensor([page * self.page_size + offset])
+                for layer in range(self.store.k.shape[0]):
+                    reference_write(half, half, at, self.store.k[layer], self.store.v[layer])
         return [other, row] if self.random.random() < 0.5 else [row, other]
 
     def slot(self, index: int) -> int:

@@ -321,8 +321,9 @@ def new_store(
 ) -> KVTensors:
     """A store for `shape`; `fill` float("nan") poisons slots that nothing may read."""
     store = KVTensors.allocate(shape.layers, pages, shape.kv_heads, shape.head_dim, page_size, dtype, device)
-    store.k.fill_(fill)
-    store.v.fill_(fill)
+    raw = 255 if fill != fill else int(fill)  # of bytes: a step of such bytes is NaN
+    store.k.fill_(raw if dtype == torch.uint8 else fill)
+    store.v.fill_(raw if dtype == torch.uint8 else fill)
     return store
 
 

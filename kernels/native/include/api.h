@@ -34,15 +34,17 @@ struct fs_step {
     const float* features;      // [N, features of the shape], or null where the shape has none
 };
 
+enum fs_store_kind : int32_t { FS_STORE_F32 = 0, FS_STORE_BF16 = 1, FS_STORE_BYTES = 2 };
+
 struct fs_store {
-    void* k;  // [layers, pages, kv_heads, head_dim, page_size]
+    void* k;  // [layers, pages, kv_heads, head_dim, page_size]; bytes: see kernels/whole_store
     void* v;  // [layers, pages, kv_heads, page_size, head_dim]
     int32_t layers;
     int32_t pages;
     int32_t kv_heads;
     int32_t head_dim;
     int32_t page_size;
-    int32_t bf16;  // 0: float32 values, 1: bfloat16
+    int32_t kind;  // fs_store_kind
 };
 
 struct fs_shape {

@@ -9,6 +9,7 @@
 //   Line    64 bytes of weights: 4 inputs of 16 outputs, numbers + 128
 //   load_line(p); dot4(s, line, q)   s + line's 4 inputs . q[0..4) of each output, minus kLineShift * sum(q), whole numbers
 //   take_parts(sums, x, inverse, high, low)   both parts of 32 codes of a row (linear's contract), added to `sums`
+//   take_span(...)                  the same of 64
 //   expand_span(record, lines)      16 lines from a record of 4 bits (weights.h)
 #pragma once
 

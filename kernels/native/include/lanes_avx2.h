@@ -79,6 +79,7 @@ inline void store(int32_t* p, I x) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 8), x.b);
 }
 inline I add(I x, I y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
+inline I times_256(I x) { return {_mm256_slli_epi32(x.a, 8), _mm256_slli_epi32(x.b, 8)}; }
 inline F to_float(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
 inline I round_int(F x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
 inline F round_even(F x) {
@@ -142,6 +143,11 @@ inline void take_parts(Parts& sums, const float* x, F inverse, int8_t* high, int
     const auto sum = [&](__m256i v) { return _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_set1_epi8(1), v), ones); };
     sums.high = _mm256_add_epi32(sums.high, sum(upper));
     sums.low = _mm256_add_epi32(sums.low, sum(lower));
+}
+
+inline void take_span(Parts& sums, const float* x, F inverse, int8_t* high, int8_t* low) {
+    take_parts(sums, x, inverse, high, low);
+    take_parts(sums, x + 32, inverse, high + 32, low + 32);
 }
 
 inline float reduce_add(F x) {

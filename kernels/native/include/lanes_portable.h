@@ -78,6 +78,7 @@ inline I iota() { FS_I(i); }
 inline I load(const int32_t* p) { FS_I(p[i]); }
 inline void store(int32_t* p, I x) { FS_EACH p[i] = x.v[i]; }
 inline I add(I a, I b) { FS_I(a.v[i] + b.v[i]); }
+inline I times_256(I a) { FS_I(static_cast<int32_t>(static_cast<uint32_t>(a.v[i]) << 8)); }
 inline F to_float(I a) { FS_F(static_cast<float>(a.v[i])); }
 inline I round_int(F a) { FS_I(static_cast<int32_t>(std::nearbyintf(a.v[i]))); }
 inline float from_bits(uint32_t bits) {
@@ -129,6 +130,11 @@ inline void take_parts(Parts& sums, const float* x, F inverse, int8_t* high, int
             sums.low += code - 256 * upper;
         }
     }
+}
+
+inline void take_span(Parts& sums, const float* x, F inverse, int8_t* high, int8_t* low) {
+    take_parts(sums, x, inverse, high, low);
+    take_parts(sums, x + 32, inverse, high + 32, low + 32);
 }
 
 inline float reduce_add(F a) {
