@@ -106,6 +106,7 @@ fs_error check_step(const fs_step& step, const fs_store& store, int embedding_ro
 
 fs_error check_store(const fs_shape& shape, const fs_store& store) {
     const bool fits = store.layers == shape.layers && store.kv_heads == shape.kv_heads && store.head_dim == shape.head_dim && store.page_size > 0;
+    if (store.kind == FS_STORE_BYTES && (store.page_size % 16 != 0 || store.head_dim % 4 != 0 || store.head_dim > 512)) return FS_BAD_SHAPE;
     return fits ? FS_OK : FS_BAD_SHAPE;
 }
 
