@@ -26,7 +26,7 @@ from drafters.scoring import OneCallScorer
 from drafters.student_file import load_student
 from drafters.suffix import SuffixDrafter
 from drafters.tensor_file import TensorFile
-from kernels.batch import KVTensors
+from kernels.batch import KVTensors, fitting
 from kernels.decoder import DecoderShape, DecoderWeights, FusedDecoder
 from kernels.suffix_index import SuffixOps
 from kernels.suffix_index import reference as suffix_reference
@@ -237,7 +237,8 @@ def _decoder(
 
     def make(place: Place) -> Drafter:
         pages, size = place.config.num_pages, place.config.page_size
-        store = KVTensors.allocate(shape.layers, pages, shape.kv_heads, shape.head_dim, size, place.kv_dtype, place.device)
+        dtype = fitting(place.kv_dtype, shape.head_dim, size)
+        store = KVTensors.allocate(shape.layers, pages, shape.kv_heads, shape.head_dim, size, dtype, place.device)
         score = OneCallScorer(decoder, store)
         make_grower = getattr(decoder, "grower", None)  # kernels.decoder.GrowingDecoder
         grower = None if make_grower is None else make_grower(store, growth_rules(FAN, WIDTH, token_ids))

@@ -135,6 +135,11 @@ def store_sizes(store_k: torch.Tensor) -> tuple[int, int]:
     return store_k.shape[-2], store_k.shape[-1]
 
 
+def fitting(dtype: torch.dtype, head_dim: int, page_size: int) -> torch.dtype:
+    """`dtype`, or bfloat16 where bytes were wanted and heads or pages of this size cannot be kept so."""
+    return torch.bfloat16 if dtype == torch.uint8 and why_not(head_dim, page_size) is not None else dtype
+
+
 def bytes_per_token(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
     """What a token takes in a store, steps included."""
     head = head_dim + 4 if dtype == torch.uint8 else head_dim * dtype.itemsize

@@ -23,11 +23,12 @@ from drafters import registry
 from drafters.draws import TopShares
 from drafters.layer_models import LayerModel, quantised
 from kernels import native
-from kernels.batch import KVTensors, bytes_per_token
+from kernels.batch import KVTensors, bytes_per_token, fitting
 from kernels.decoder import DecoderShape, DecoderWeights, FusedDecoder, HostDecoder
 from kernels.decoder.placement import placed
 from kernels.decoder.reference import ReferenceDecoder
 from kernels.kv_slots import reference as slots_reference
+from kernels.linear import BlockWeight
 from kernels.sample import reference as sample_reference
 from kernels.suffix_index import SuffixOps
 from kernels.suffix_index import reference as suffix_reference
@@ -90,10 +91,14 @@ class Parts:
 
     @property
     def kv_type(self) -> str:
-        """What keys and values are kept in, by the setting's names."""
+        """What keys and values are kept in, by the setting's names. Of a model whose weights are whole numbers they are too, where the
+        backend is faster with them."""
         if self.settings.kv_type != "auto":
             return self.settings.kv_type
-        return "float32" if self.settings.weights == "float32" else "bfloat16"
+        if self.settings.weights == "float32":
+            return "float32"
+        whole = self.backend.prefers_int8 and isinstance(self.model.weights.layers[0].down, BlockWeight)
+        return "int8" if whole and why_not(self.model.shape.head_dim, self.settings.page_size) is None else "bfloat16"
 
     @property
     def kv_dtype(self) -> torch.dtype:
@@ -122,16 +127,10 @@ def load_parts(settings: Settings) -> Parts:
     eos_ids = tuple(sorted({*model.eos_ids, *tokenizer.eos_ids}))
     grammars = GrammarCompiler(tokenizer.tokenizer_json(), eos_ids, model.shape.vocab_size)
     parts = Parts(settings, model, tokenizer, backend.make(model), backend, cache, eos_ids, grammars)
-    _check_store((model.shape,), parts)
+    reason = why_not(model.shape.head_dim, settings.page_size) if parts.kv_dtype == torch.uint8 else None
+    if reason is not None:
+        raise ConfigError(f"--kv-type {parts.kv_type}: {reason}")
     return parts
-
-
-def _check_store(shapes: Sequence[DecoderShape], parts: Parts) -> None:
-    """Raises ConfigError where a model's keys and values cannot be kept as asked for."""
-    for shape in shapes:
-        reason = why_not(shape.head_dim, parts.settings.page_size) if parts.kv_dtype == torch.uint8 else None
-        if reason is not None:
-            raise ConfigError(f"--kv-type {parts.kv_type}: {reason}")
 
 
 def _placed(model: LoadedModel, device: str) -> LoadedModel:
@@ -159,6 +158,7 @@ class Backend:
     suffix: SuffixOps = suffix_reference
     trim: Callable[[], None] = _nothing  # gives freed memory back to the system
     kv_types: tuple[str, ...] = ("bfloat16", "float32", "float8", "int8")  # what keys and values may be kept in
+    prefers_int8: bool = False  # of these, where the weights are whole numbers too
     published: bool = False  # the layers' matrices of quantised safetensors stay in their published form
 
 
@@ -201,6 +201,7 @@ def _native(settings: Settings) -> Backend:
         NativeSuffix(),
         trim=library.trim,
         kv_types=("bfloat16", "float32", "int8"),
+        prefers_int8=True,
     )
 
 
@@ -253,8 +254,9 @@ def make_engine(
     shape = parts.model.shape
     chosen = settings.drafters if drafters is None else drafters
     plan = registry.plan(chosen, _drafting_target(parts))
-    _check_store(plan.shapes, parts)
-    per_token = kv_bytes_per_token(shape, parts.kv_dtype) + sum(kv_bytes_per_token(s, parts.kv_dtype) for s in plan.shapes)
+    per_token = kv_bytes_per_token(shape, parts.kv_dtype) + sum(
+        kv_bytes_per_token(s, fitting(parts.kv_dtype, s.head_dim, settings.page_size)) for s in plan.shapes
+    )
     kv_memory = _kv_memory(settings, shape)
     num_pages = kv_memory // (per_token * settings.page_size)
     if num_pages < 2:

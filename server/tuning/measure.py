@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from kernels.batch import KVTensors
+from kernels.batch import KVTensors, fitting
 from server.compose import Parts
 from server.speculation import measure_costs, pass_ms
 from server.tuning.record import DraftSample, StepCost
@@ -37,9 +37,8 @@ LOOK_MS = 0.01  # of a drafter that is asked and finds nothing, before it was se
 def target_of(parts: Parts, page_size: int) -> tuple[TargetModel, EngineConfig]:
     """The model with an empty store of this page size."""
     shape, pages = parts.model.shape, -(-STORE_TOKENS // page_size)
-    store = KVTensors.allocate(
-        shape.layers, pages, shape.kv_heads, shape.head_dim, page_size, parts.kv_dtype, parts.settings.device
-    )
+    dtype = fitting(parts.kv_dtype, shape.head_dim, page_size)
+    store = KVTensors.allocate(shape.layers, pages, shape.kv_heads, shape.head_dim, page_size, dtype, parts.settings.device)
     return TargetModel(parts.decoder, store), EngineConfig(num_pages=pages, page_size=page_size)
 
 
