@@ -35,7 +35,7 @@ struct LinearScratch {
 // product, also where a neighbour on the same core leaves half of the window.
 template <int R, bool Ahead>
 FS_INLINE void line_sums(const uint8_t* lines, int spans, const uint8_t* row, size_t part, I (&high)[R], I (&low)[R]) {
-    constexpr int kParts = R <= 2 ? 4 / R : 1;
+    constexpr int kParts = std::max(kSumSets / R, 1);
     I sums[kParts][2 * R];
     each<kParts * 2 * R>([&](auto i) __attribute__((always_inline)) { sums[i / (2 * R)][i % (2 * R)] = set1(0); });
     for (int c = 0; c < spans; ++c, lines += kSpanBytes, row += 2 * part) {
@@ -45,8 +45,8 @@ FS_INLINE void line_sums(const uint8_t* lines, int spans, const uint8_t* row, si
             const Line w = load_line(lines + kLineBytes * j);
             each<R>([&](auto r) __attribute__((always_inline)) {
                 I(&own)[2 * R] = sums[j % kParts];
-                own[2 * r] = dot4(own[2 * r], w, q + kLineBytes * r + 4 * j);
-                own[2 * r + 1] = dot4(own[2 * r + 1], w, q + part + kLineBytes * r + 4 * j);
+                own[2 * r] = FS_DOT_LINE(j, own[2 * r], w, q + kLineBytes * r);
+                own[2 * r + 1] = FS_DOT_LINE(j, own[2 * r + 1], w, q + part + kLineBytes * r);
             });
         });
     }

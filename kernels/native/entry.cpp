@@ -11,6 +11,12 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
+#if defined(__aarch64__) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
 
 #include "ops.h"
 
@@ -28,6 +34,12 @@ const Ops* const* tables() {
 #endif
 #ifdef FS_HAVE_AVX2
         ops_avx2(),
+#endif
+#ifdef FS_HAVE_DOTPROD
+        ops_dotprod(),
+#endif
+#ifdef FS_HAVE_NEON
+        ops_neon(),
 #endif
         ops_portable(), nullptr};
     return list;
@@ -53,12 +65,31 @@ bool has_amx() {
 }
 #endif
 
+#if defined(__aarch64__)
+// Sums of byte products (ARMv8.2, optional there). NEON itself is part of every 64-bit ARM processor.
+bool has_dotprod() {
+#if defined(__linux__)
+    return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0;
+#elif defined(__APPLE__)
+    int has = 0;
+    size_t size = sizeof has;
+    return sysctlbyname("hw.optional.arm.FEAT_DotProd", &has, &size, nullptr, 0) == 0 && has != 0;
+#else
+    return false;
+#endif
+}
+#endif
+
 bool supported(const char* name) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
     if (std::strcmp(name, "amx") == 0) return has_avx512() && has_amx();
     if (std::strcmp(name, "avx512") == 0) return has_avx512();
     if (std::strcmp(name, "avx2") == 0) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+#endif
+#if defined(__aarch64__)
+    if (std::strcmp(name, "dotprod") == 0) return has_dotprod();
+    if (std::strcmp(name, "neon") == 0) return true;
 #endif
     return std::strcmp(name, "portable") == 0;
 }

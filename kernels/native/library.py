@@ -97,7 +97,7 @@ class ShapeData(Structure):
 
 
 _P = c_void_p
-_SIGNATURES: dict[str, tuple[object, Sequence[object]]] = {
+SIGNATURES: dict[str, tuple[object, Sequence[object]]] = {
     "fs_isa_name": (c_char_p, [c_int]),
     "fs_isa": (_P, [c_char_p]),
     "fs_trim": (None, []),
@@ -194,7 +194,7 @@ def _team(library: NativeLibrary, threads: int) -> Team:
 def open_library(path: Path) -> NativeLibrary:
     """Loads a built library. Raises OSError."""
     c = ctypes.CDLL(str(path))
-    for name, (result, arguments) in _SIGNATURES.items():
+    for name, (result, arguments) in SIGNATURES.items():
         function = getattr(c, name)
         function.restype = result
         function.argtypes = arguments

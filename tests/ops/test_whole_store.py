@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_cases import ODD_ROWS, AttentionCase, Shape, make_case
+from attention_cases import ODD_ROWS, AttentionCase, Shape, as_bytes, make_case, poisoned
 from toy import Row, step_inputs
 
 from kernels.batch import KVTensors, bytes_per_token, store_sizes
@@ -28,24 +28,6 @@ ROUNDED_WEIGHTS = 5e-4
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def poisoned(pages: int, heads: int, dim: int, page_size: int, layers: int = 1) -> KVTensors:
-    """A store whose slots have steps NaN until they are written."""
-    store = KVTensors.allocate(layers, pages, heads, dim, page_size, torch.uint8)
-    store.k.fill_(255)
-    store.v.fill_(255)
-    return store
-
-
-def as_bytes(case: AttentionCase) -> KVTensors:
-    """The case's keys and values as bytes; slots that nobody wrote stay poisoned."""
-    pages, heads, dim, page_size = case.store_k.shape
-    store = poisoned(pages, heads, dim, page_size)
-    slot = (~case.store_k.isnan().flatten(1, 2).any(1)).flatten().nonzero().flatten()
-    page, offset = slot // page_size, slot % page_size
-    slots.write(case.store_k[page, :, :, offset], case.store_v[page, :, offset], slot, store.k[0], store.v[0])
-    return store
 
 
 def dequantised(case: AttentionCase, store: KVTensors) -> torch.Tensor:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from toy import Row, step_inputs
 
-from kernels.batch import StepInputs
+from kernels.batch import KVTensors, StepInputs
+from kernels.kv_slots import reference as slots
 
 
 @dataclass(frozen=True)
@@ -127,3 +128,21 @@ def _dense(
         v = torch.cat((v, torch.zeros_like(v[:, :1])), 1)
         bias = torch.cat((bias, sinks[:, None, None].expand(-1, mask.shape[0], 1)), -1)
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale).transpose(0, 1)
+
+
+def poisoned(pages: int, heads: int, dim: int, page_size: int, layers: int = 1) -> KVTensors:
+    """A store whose slots have steps NaN until they are written."""
+    store = KVTensors.allocate(layers, pages, heads, dim, page_size, torch.uint8)
+    store.k.fill_(255)
+    store.v.fill_(255)
+    return store
+
+
+def as_bytes(case: AttentionCase) -> KVTensors:
+    """The case's keys and values as bytes; slots that nobody wrote stay poisoned."""
+    pages, heads, dim, page_size = case.store_k.shape
+    store = poisoned(pages, heads, dim, page_size)
+    slot = (~case.store_k.isnan().flatten(1, 2).any(1)).flatten().nonzero().flatten()
+    page, offset = slot // page_size, slot % page_size
+    slots.write(case.store_k[page, :, :, offset], case.store_v[page, :, offset], slot, store.k[0], store.v[0])
+    return store

@@ -1,4 +1,4 @@
-// Sixteen lanes of float32, whatever the machine: one zmm, two ymm or a plain array.
+// Sixteen lanes of float32, whatever the machine: one zmm, two ymm, four NEON registers or a plain array.
 //
 // All float kernels are written once over these types. Every operation has one meaning on every instruction set (fused
 // multiply-add is always fused, reductions always fold halves onto each other), so results are the same bits everywhere.
@@ -8,6 +8,7 @@
 //   D       16 x float64, sums only
 //   Line    64 bytes of weights: 4 inputs of 16 outputs, numbers + 128
 //   load_line(p); dot4(s, line, q)   s + line's 4 inputs . q[0..4) of each output, minus kLineShift * sum(q), whole numbers
+//   FS_DOT_LINE(j, s, line, q)      the same for line j, of q's 64 inputs; j is known when compiling
 //   take_parts(sums, x, inverse, high, low)   both parts of 32 codes of a row (linear's contract), added to `sums`
 //   take_span(...)                  the same of 64
 //   expand_span(record, lines)      16 lines from a record of 4 bits (weights.h)
@@ -25,6 +26,8 @@
 #include "lanes_avx512.h"
 #elif defined(__AVX2__) && defined(__FMA__)
 #include "lanes_avx2.h"
+#elif defined(FS_NEON)  // by name: every 64-bit ARM compiler targets NEON, in the portable set too
+#include "lanes_neon.h"
 #else
 #include "lanes_portable.h"
 #endif
@@ -47,6 +50,11 @@ template <int N, class Fn>
 FS_INLINE void each(Fn&& fn) {
     each_of(std::make_integer_sequence<int, N>{}, fn);
 }
+
+// (A macro, since one function more in the innermost loop moves what the compiler inlines elsewhere.)
+#if !defined(FS_DOT_LINE)
+#define FS_DOT_LINE(j, s, line, q) dot4(s, line, q + 4 * j)
+#endif
 
 inline F bcast(const float* p) { return set1(*p); }
 

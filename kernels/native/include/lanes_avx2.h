@@ -20,6 +20,7 @@ struct M {
 
 // maddubs saturates for bytes above 127, so bytes of weights are taken as the numbers they stand for (byte - 128).
 constexpr int kLineShift = 128;
+constexpr int kSumSets = 4;
 #define FS_ROW_TILE 4
 
 inline F zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }

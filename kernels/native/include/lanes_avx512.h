@@ -18,6 +18,7 @@ struct M {
 };
 
 constexpr int kLineShift = 0;
+constexpr int kSumSets = 4;  // lane sets of sums that hide the dot product's latency
 #define FS_ROW_TILE 8  // rows held in registers by the linear kernels
 #define FS_LOOK_UP
 

@@ -1,4 +1,4 @@
-// Plain C++ for every other machine (written so that compilers can vectorise it, NEON included).
+// Plain C++ for every other machine, written so that compilers can vectorise it.
 #pragma once
 
 #include <cmath>
@@ -18,6 +18,7 @@ struct M {
 };
 
 constexpr int kLineShift = 128;
+constexpr int kSumSets = 4;
 #define FS_ROW_TILE 4
 
 #define FS_EACH for (int i = 0; i < 16; ++i)

@@ -36,6 +36,8 @@ struct Ops {
 const Ops* ops_amx();
 const Ops* ops_avx512();
 const Ops* ops_avx2();
+const Ops* ops_dotprod();
+const Ops* ops_neon();
 const Ops* ops_portable();
 
 }  // namespace fs
