@@ -23,7 +23,8 @@ from statistics import median
 # One past a power of two stands in the grid too: kernels work in tiles, and the first row of a new tile costs more than the next ones.
 GRID = (1, 2, 3, 4, 5, 6, 8, 9, 10, 12, 16, 17, 20, 24, 32, 33, 40, 48, 64, 65, 96, 128, 192, 256, 384, 512, 1024)
 _MEASURED = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 17, 20, 24, 32, 33, 48, 64, 128, 256)  # sizes tried at start-up, while time lasts
-_CONTEXT = 1024  # keys a sequence holds in the passes that tell the cost of context, where so many fit
+_CONTEXT = 1024  # keys of one sequence in the passes that tell the cost of context, where so many fit
+_CONTEXT_EACH = 256  # and of each of many
 _TREE = 8  # rows of the one that tells what a row adds to it
 # What the slopes count as at least when an error is shared out: so many keys as much as one row's pass, so many keys times rows of
 # their sequence, and a sequence this share of a row.
@@ -141,7 +142,9 @@ class CostTable:
                 if repeat == 0 and clock() + 6 * ms * 1e-3 < deadline:
                     ms = pass_ms(*key)  # the first pass of a size warms up
                 taken.setdefault(key, []).append(ms)
-        self._fit({key: median(values) for key, values in taken.items()})
+        # The first pass over many keys is also the first to touch the store, which can take ten times as long.
+        steady = {key: values[1:] if key[1] and key[2] > 1 else values for key, values in taken.items()}
+        self._fit({key: median(values) for key, values in steady.items() if values})
 
     def _fit(self, taken: dict[tuple[int, int, int], float]) -> None:
         known = [(rows, ms) for (rows, context, sequences), ms in sorted(taken.items()) if context == 0 and sequences == 1]

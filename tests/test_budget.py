@@ -396,6 +396,23 @@ def test_what_a_row_takes_to_attend_is_measured_at_start_up() -> None:
     assert costs.row_ms(20, 5, keys=600.0) == pytest.approx([0.5 + 0.24] * 5, rel=0.05)
 
 
+@pytest.mark.parametrize("seconds", [0.5, 60.0], ids=["seen once", "seen often"])
+def test_the_first_touch_of_a_store_is_not_what_its_keys_cost(seconds: float) -> None:
+    now, met = [0.0], set[tuple[int, int, int]]()
+
+    def cold(rows: int, context: int, sequences: int) -> float:
+        size = (rows, context, sequences)
+        took = attention(*size) + (0.0 if size in met or sequences == 1 else 0.04 * context)
+        met.add(size)
+        now[0] += took * 1e-3
+        return took
+
+    costs = CostTable()
+    costs.measure(cold, max_rows=64, seconds=seconds, clock=lambda: now[0])
+    assert any(context and sequences > 1 for _, context, sequences in met)
+    assert costs.pass_ms(16, 4800, 16) == pytest.approx(attention(16, 4800, 16), rel=0.15)
+
+
 def test_what_a_row_takes_to_attend_is_learnt_and_unlearnt() -> None:
     rng, costs = random.Random(10), table(linear)
     for true in (attention, lambda rows, context, sequences: linear(rows)):

@@ -28,7 +28,7 @@ KEY = "a-key-for-tests"
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with running(words_settings(tmp_path_factory.mktemp("words"))) as run:
+    with running(words_settings(tmp_path_factory.mktemp("words"), tree_shape="chain:4")) as run:
         yield run
 
 
