@@ -131,7 +131,7 @@ class CostTable:
         wanted = [(rows, 0, 1) for rows in sizes] + [(1, keys, 1), (each, 0, each)]
         wanted += [
             (min(_TREE, sizes[-1]), min(_CONTEXT, max_context + 1 - min(_TREE, sizes[-1])), 1),
-            (each, each * keys, each),
+            (each, each * min(keys, _CONTEXT_EACH), each),
         ]
         for repeat in range(6):
             for key in wanted:
