@@ -162,7 +162,11 @@ class DraftTeam:
         """For which sequences some drafter has hope. None when one of them cannot tell."""
         hopes = [False] * len(sequences)
         self._sure = True
-        refused = self._refused(len(sequences))
+        try:
+            refused = self._refused(len(sequences))
+        except Exception as error:
+            self._speculator_fault("refused", error)
+            return hopes
         for member in list(self._members):
             opened = member.opened
             if not opened or member.name in refused:

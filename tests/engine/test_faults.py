@@ -238,6 +238,11 @@ class Overdone(KeepAll):
             return trees[1:]
         return [DraftTree((1, 2, 3), (-1, 0, 1))] * len(trees) if self.fault == "tree too deep" else trees
 
+    def refused(self, sequences: int) -> Sequence[str]:
+        if self.fault == "refused raises":
+            raise RuntimeError("no refusal")
+        return ()
+
     def record(self, step: StepRecord) -> None:
         if self.fault == "record raises":
             raise RuntimeError("no record")
@@ -245,8 +250,11 @@ class Overdone(KeepAll):
 
 @pytest.mark.parametrize(
     "fault",
-    ["rests raises", "budgets raises", "budget too large", "admit raises", "too few trees", "tree too deep", "record raises"],
-)
+    [
+        "rests raises", "refused raises", "budgets raises", "budget too large", "admit raises", "too few trees", "tree too deep",
+        "record raises",
+    ],
+)  # fmt: skip
 def test_a_speculator_in_trouble_costs_speed_only(fault: str, caplog: pytest.LogCaptureFixture) -> None:
     drafter = ScriptDrafter(truth(), SHAPES["chain"])
     engine = make_engine(decoder(), [drafter], speculator=Overdone(fault))
