@@ -6,8 +6,9 @@ Two engines over the same weights, one plain and one drafting, answer the same p
 step of the other. Machines drift from second to second; steps that follow each other within milliseconds do not. Each engine
 is kept at its load from a queue of a quarter more prompts, eight at least, and only full decoding steps count: everybody said something and nobody
 started. (With the queue empty a stream that is done early leaves a smaller batch behind, which says nothing of a server's load.)
-Every repeat is a tenant of its own, so neither prefix pages nor drafts come from an earlier one. Both engines stay for a whole
-load, as a server's would.
+Where answers are short, sixteen streams are seldom all at it: the queue then goes on until 64 full steps' worth of tokens was said.
+Every repeat is a tenant of its own, so neither prefix pages nor drafts come from an earlier one, and so is every further time that a
+prompt of a short category comes round. Both engines stay for a whole load, as a server's would.
 
 Every pair is printed as soon as it is known; then a table of categories by loads (median over repeats of drafting over plain) and, last, one
 JSON line with the least of them. About half an hour for 13 categories at loads 1, 4 and 16 on two cores.
@@ -22,7 +23,7 @@ import json
 import statistics
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,15 +44,18 @@ from spec.errors import ConfigError, ForespeakError
 from spec.request import Request
 
 LEAST = 0.98
+FULL = 64  # full steps' worth of tokens a race says at least: a few steps tell the machine's noise
+ROUNDS = 4  # times the usual prompts it may take to get there
 
 
 @dataclass(slots=True)
 class Side:
-    """One engine, kept at `load` answers from its queue."""
+    """One engine, kept at `load` answers from its queue until the first `wanted` of it were begun and enough full steps seen."""
 
     engine: Engine
     load: int
     queue: deque[Request]
+    wanted: int
     answers: dict[int, list[int]] = field(default_factory=dict)
     finished: dict[int, str | None] = field(default_factory=dict)  # why, of those that were not given up
     running: set[int] = field(default_factory=set)
@@ -61,7 +65,7 @@ class Side:
 
     def step(self) -> bool:
         """One step, counted when it is a full one. False once the load cannot be kept; what still runs is then given up."""
-        while self.queue and len(self.running) < self.load:
+        while self.queue and len(self.running) < self.load and not self.done:
             request = self.queue.popleft()
             self.engine.add(request)
             self.running.add(request.id)
@@ -85,6 +89,10 @@ class Side:
                 self.running.discard(event.request_id)
                 self.finished[event.request_id] = event.finish_reason
         return True
+
+    @property
+    def done(self) -> bool:
+        return len(self.answers) >= self.wanted and self.tokens >= FULL * self.load
 
     @property
     def rate(self) -> float:
@@ -111,8 +119,9 @@ class Pair:
 
 
 def race(plain: Engine, drafting: Engine, requests: Sequence[Request], load: int, first: int) -> Pair:
-    """Answer the requests with both engines, step by step in turn; `first` is who begins."""
-    sides = (Side(plain, load, deque(requests)), Side(drafting, load, deque(requests)))
+    """Answer `queued(load)` of the requests, or more where that takes too few steps, with both engines, step by step in turn;
+    `first` is who begins."""
+    sides = [Side(engine, load, deque(requests), queued(load)) for engine in (plain, drafting)]
     racing = [sides[first], sides[1 - first]]
     while racing:
         racing = [side for side in racing if side.step()]
@@ -122,11 +131,12 @@ def race(plain: Engine, drafting: Engine, requests: Sequence[Request], load: int
 
 
 def identical(one: Side, other: Side) -> bool:
-    """Whether the sides said the same: answers that ended on both to the last token, those given up as far as they got."""
+    """Whether the sides said the same: answers that ended on both to the last token, those given up as far as they got. (One side may
+    have had its full steps before it began the last ones.)"""
     for key, mine in one.answers.items():
         theirs = other.answers.get(key)
         if theirs is None:
-            return False
+            continue
         reasons = one.finished.get(key), other.finished.get(key)
         if None not in reasons:
             if reasons[0] != reasons[1] or mine != theirs:
@@ -136,12 +146,23 @@ def identical(one: Side, other: Side) -> bool:
         ended = mine if reasons[0] is not None else theirs if reasons[1] is not None else None
         if mine[:common] != theirs[:common] or (ended is not None and len(ended) < max(len(mine), len(theirs))):
             return False
-    return one.answers.keys() == other.answers.keys()
+    return True
 
 
-def groups(prompts: Sequence[Prompt], count: int, repeat: int) -> list[Prompt]:
-    """`count` prompts of a category, other ones every repeat while there are any; a short category begins anew."""
-    return [prompts[(repeat * count + i) % len(prompts)] for i in range(count)]
+def group(prompts: Sequence[Prompt], load: int, repeat: int) -> list[Prompt]:
+    """A race's prompts, of a category: other ones every repeat while there are any; a short category begins anew."""
+    usual = queued(load)
+    return [prompts[(repeat * usual + i) % len(prompts)] for i in range(ROUNDS * usual)]
+
+
+def tenants(prompts: Sequence[Prompt], repeat: int) -> list[str]:
+    """Whose each of a group's prompts is: a repeat is a tenant, and so is every further time that a prompt comes in it."""
+    seen: Counter[str] = Counter()
+    found = []
+    for prompt in prompts:
+        seen[prompt.id] += 1
+        found.append(f"repeat {repeat}, round {seen[prompt.id]}")
+    return found
 
 
 FEWEST = 8  # answers a race: how much a text copies differs more from text to text than from category to category
@@ -209,12 +230,12 @@ def _run(args: argparse.Namespace) -> int:
             for repeat in range(args.repeats):
                 for category in chosen:
                     progress.update(task, description=f"{load} at once, {category}")
-                    prompts = groups(by_category[category], queued(load), repeat)
+                    prompts = group(by_category[category], load, repeat)
                     requests = requests_of(parts, prompts, args.max_tokens, args.temperature, 0)
                     number += 1
                     mine = [
-                        msgspec.structs.replace(r, id=number * 10**4 + i, tenant=f"repeat {repeat}")
-                        for i, r in enumerate(requests)
+                        msgspec.structs.replace(r, id=number * 10**4 + i, tenant=tenant)
+                        for i, (r, tenant) in enumerate(zip(requests, tenants(prompts, repeat), strict=True))
                     ]
                     pair = race(plain, drafting, mine, load, number % 2)
                     found[category][load].append(pair)

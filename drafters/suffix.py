@@ -33,6 +33,7 @@ _ELSEWHERE = 0.5  # what an occurrence in another text weighs
 _CHILDREN = 4  # branches of one node at most
 _LOOK_ANEW = 64  # tokens for which a floor holds at most
 _FLOOR_HOLDS = 24  # tokens for which it is not worked out again
+_TOGETHER = 8  # tokens that a sequence may be looked at anew too early, with another one
 
 Branch = tuple[list[int], int, int, float]  # tokens of a text, next position in it, match length, weight
 
@@ -100,32 +101,58 @@ class SuffixDrafter:
         # The latest floor of a sequence of which nothing was known yet, by power of two of sequences: a newcomer's until it has its
         # own. (One that drafts were wrong on has a floor that newcomers must not start from.)
         self._usual: dict[int, _Floor] = {}
+        self._looked: list[int] = []  # sequences of the latest look at all of them
+        self._awake: list[int] = []  # places of those that something could be found for until the first has so many tokens:
+        self._until = 0
 
     def open(self, view: SequenceView) -> None:
         self._open[view.seq_id] = _Tracked(view, self._ops.index())
+        self._until = 0
 
     def hopes(self, views: Sequence[SequenceView]) -> list[int]:
         """Whether the sequence's last tokens occurred before, and what followed may be worth its price. One call for all of them;
-        now and then anything that matches is hope enough, so that the price is asked for again."""
+        now and then anything that matches is hope enough, so that the price is asked for again. Those for which nothing could be
+        worth it are left out until then: under a load that is nearly all of them."""
+        if [view.seq_id for view in views] != self._looked or len(views[0].token_ids) >= self._until:
+            return self._look_at_all(views)
+        awake = self._awake
+        if not awake:
+            return []
+        found = self._looker.look([self._row(views[at], 0) for at in awake])
+        return found if len(awake) == len(views) else [awake[i] for i in found]
+
+    def _look_at_all(self, views: Sequence[SequenceView]) -> list[int]:
         size = len(views).bit_length()
         rows: list[LookRow] = []
-        for view in views:
-            tokens, tracked = view.token_ids, self._open.get(view.seq_id)
-            if tracked is None or len(tracked.index.tokens) > len(tokens):
-                tracked = self._track(view)
-            index, texts, floor = tracked.index, self._answers.get(tracked.tenant), tracked.floor
-            fresh = tokens[len(index.tokens) :]
-            tracked.left -= len(fresh) or 1
-            if tracked.size != size:  # the price of a node goes with the load
-                tracked.size, tracked.left = size, _LOOK_ANEW
-                floor = tracked.floor = self._usual.get(size, _ANYTHING)
-            elif tracked.left < 0:
-                floor, tracked.left = _ANYTHING, _LOOK_ANEW - _FLOOR_HOLDS
-            if texts is None:
-                rows.append((index, fresh, None, None, floor.shortest, floor.least))
-            else:
-                rows.append((index, fresh, texts.newer, texts.older, floor.shortest, floor.least))
+        awake: list[int] = []
+        soonest = _LOOK_ANEW
+        for at, view in enumerate(views):
+            row = self._row(view, size)
+            rows.append(row)
+            tracked = self._open[view.seq_id]
+            soonest = min(soonest, tracked.left)
+            if tracked.floor is not _NEVER:
+                awake.append(at)
+        self._looked = [view.seq_id for view in views]
+        self._awake, self._until = awake, len(views[0].token_ids) + soonest
         return self._looker.look(rows)
+
+    def _row(self, view: SequenceView, size: int) -> LookRow:
+        """`size`: power of two of the sequences in the step; 0 = as before, and the floor holds."""
+        tokens, tracked = view.token_ids, self._open.get(view.seq_id)
+        if tracked is None or len(tracked.index.tokens) > len(tokens):
+            tracked = self._track(view)
+        index, texts, floor = tracked.index, self._answers.get(tracked.tenant), tracked.floor
+        fresh = tokens[len(index.tokens) :]
+        tracked.left -= len(fresh) or 1
+        if size and tracked.size != size:  # the price of a node goes with the load
+            tracked.size, tracked.left = size, _LOOK_ANEW
+            floor = tracked.floor = self._usual.get(size, _ANYTHING)
+        elif size and tracked.left < _TOGETHER:
+            floor, tracked.left = _ANYTHING, _LOOK_ANEW - _FLOOR_HOLDS
+        if texts is None:
+            return (index, fresh, None, None, floor.shortest, floor.least)
+        return (index, fresh, texts.newer, texts.older, floor.shortest, floor.least)
 
     def propose(self, views: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[Proposal]:
         for view, budget in zip(views, budgets, strict=True):
@@ -134,6 +161,7 @@ class SuffixDrafter:
                 continue
             tracked.left = _LOOK_ANEW
             tracked.floor = _floor(self.name, budget)
+            self._until = 0  # who is awake may have changed
             if not tracked.known:
                 tracked.known, self._usual[tracked.size] = True, tracked.floor
         return [self._draft(view, budget) for view, budget in zip(views, budgets, strict=True)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from drafters.nothing import NothingDrafter
 from drafters.suffix import SuffixDrafter
 from drafters.suffix_index import RecentTexts
-from kernels.suffix_index import LENGTHS, ORDERS
+from kernels.suffix_index import LENGTHS, ORDERS, Found, Index, Looker, LookRow, Texts, reference
 from kernels.suffix_index.reference import SuffixIndex
 from spec.drafter import Outcome
 from spec.tree import EMPTY_TREE, NOTHING
@@ -224,3 +225,59 @@ def test_a_newcomer_does_not_start_from_the_floor_of_one_that_drafts_were_wrong_
     assert list(drafter.hopes([first])) == [], "nothing pays on this one any more"
     second = View(1, [5, 6, 7, 8, 9, 5, 6, 7])
     assert list(drafter.hopes([second])) == [0]
+
+
+class CountingLooker:
+    """The reference's looker, which tells how many rows each look had."""
+
+    def __init__(self, looker: Looker, rows: list[int]) -> None:
+        self._looker, self._rows = looker, rows
+
+    def look(self, rows: Sequence[LookRow]) -> list[int]:
+        self._rows.append(len(rows))
+        return self._looker.look(rows)
+
+    def find(self, texts: Texts, shortest: int) -> list[Found]:
+        return self._looker.find(texts, shortest)
+
+
+class CountingOps:
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+
+    def index(self) -> Index:
+        return reference.index()
+
+    def looker(self, limit: int, trust: float, scores: Sequence[float]) -> Looker:
+        return CountingLooker(reference.looker(limit, trust, scores), self.rows)
+
+
+def test_sequences_that_nothing_pays_on_cost_no_look_until_they_are_asked_about_again() -> None:
+    ops = CountingOps()
+    drafter = SuffixDrafter(ops=ops)
+    paying = replace(budget(), entry=0.3)
+    hopeless = replace(budget(chance=lambda *_: 0.01), entry=0.3)
+    copying = [5, 6, 7, 8, 9, 5, 6, 7, 8]
+    views = [View(0, list(copying)), View(1, list(copying))]
+    assert list(drafter.hopes(views)) == [0, 1]
+    drafter.propose(views, [hopeless, paying])
+    ops.rows.clear()
+    hopes = []
+    for step in range(70):
+        for view in views:
+            view.token_ids.append((9, 5, 6, 7, 8)[step % 5])
+        hopes.append(list(drafter.hopes(views)))
+    assert hopes[0] == [1], "of the two only the one that pays"
+    assert sum(ops.rows) < 1.1 * 70, "and the other is not even looked at"
+    assert [0, 1] in hopes, "but its price is asked for again, with all it said in between"
+
+
+def test_who_is_left_out_is_thought_over_when_the_sequences_change() -> None:
+    drafter = SuffixDrafter()
+    hopeless = replace(budget(chance=lambda *_: 0.01), entry=0.3)
+    first, second = (View(i, [5, 6, 7, 8, 9, 5, 6, 7, 8]) for i in range(2))
+    drafter.hopes([first])
+    drafter.propose([first], [hopeless])
+    assert list(drafter.hopes([first])) == []
+    drafter.open(second)
+    assert list(drafter.hopes([second, first])) == [0, 1], "another load has other prices"

@@ -50,9 +50,17 @@ def test_the_verdict_is_the_exit_code(folder: Path, capsys: pytest.CaptureFixtur
 
 
 def test_groups_differ_and_short_categories_begin_anew() -> None:
-    prompts = [never_slower.Prompt(str(i), "all", ()) for i in range(3)]
-    names = [[p.id for p in never_slower.groups(prompts, 2, repeat)] for repeat in range(3)]
-    assert names == [["0", "1"], ["2", "0"], ["1", "2"]]
+    prompts = [never_slower.Prompt(str(i), "all", ()) for i in range(12)]
+    usual = never_slower.queued(1)
+    firsts = [[int(p.id) for p in never_slower.group(prompts, 1, repeat)][:usual] for repeat in range(3)]
+    assert firsts == [[(repeat * usual + i) % 12 for i in range(usual)] for repeat in range(3)]
+
+
+def test_a_prompt_that_comes_again_is_another_tenant_s() -> None:
+    prompts = [never_slower.Prompt(name, "all", ()) for name in "abab"]
+    tenants = never_slower.tenants(prompts, 0)
+    assert tenants[0] == tenants[1] != tenants[2] == tenants[3]
+    assert not set(tenants) & set(never_slower.tenants(prompts, 1))
 
 
 class Says:
@@ -60,8 +68,10 @@ class Says:
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self._tokens, self._left = tokens, {}
+        self.begun = self.spoken = 0
 
     def add(self, request: Request) -> None:
+        self.begun += 1
         self._left[request.id] = list(self._tokens)
 
     def cancel(self, request_id: int) -> None:
@@ -71,6 +81,7 @@ class Says:
         events = []
         for key, left in list(self._left.items()):
             token = left.pop(0)
+            self.spoken += 1
             events.append(
                 TokenEvent(
                     key, (token,), ("",), started=len(left) == len(self._tokens) - 1, finish_reason=None if left else "stop"
@@ -88,6 +99,16 @@ def test_any_difference_is_seen(other: list[int], same: bool) -> None:
     requests = [Request(i, (1,), SamplingParams(8)) for i in range(4)]
     pair = never_slower.race(cast(Engine, Says([1, 2, 3])), cast(Engine, Says(other)), requests, 2, 0)
     assert pair.same is same
+
+
+def test_short_answers_are_raced_for_more_steps() -> None:
+    """Two at a time, each of four tokens: the usual eight answers would be twelve full steps and no more."""
+    requests = [Request(i, (1,), SamplingParams(8)) for i in range(200)]
+    plain = Says([1, 2, 3, 4])
+    pair = never_slower.race(cast(Engine, plain), cast(Engine, Says([1, 2, 3, 4])), requests, 2, 0)
+    assert pair.same
+    assert plain.spoken >= 2 * never_slower.FULL
+    assert plain.begun < 200, "but not for ever"
 
 
 def test_what_cannot_be_raced_is_said_in_a_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
