@@ -63,7 +63,7 @@ def _floor(name: str, budget: Budget) -> _Floor:
 class _Tracked:
     """What is remembered of one open sequence."""
 
-    __slots__ = ("floor", "index", "known", "left", "prompt_len", "size", "tenant")
+    __slots__ = ("due", "floor", "index", "known", "prompt_len", "size", "tenant")
 
     def __init__(self, view: SequenceView, index: Index) -> None:
         self.index = index
@@ -71,7 +71,7 @@ class _Tracked:
         self.tenant = view.tenant
         self.floor = _ANYTHING
         self.size = -1  # power of two of sequences beside which it holds
-        self.left = 0  # tokens for which it holds
+        self.due = 0  # tokens of the sequence until which it holds
         self.known = False  # it was worked out for this sequence
 
 
@@ -118,48 +118,42 @@ class SuffixDrafter:
         awake = self._awake
         if not awake:
             return []
-        found = self._looker.look([self._row(views[at], 0) for at in awake])
+        found = self._looker.look([views[at].token_ids for at in awake])
         return found if len(awake) == len(views) else [awake[i] for i in found]
 
     def _look_at_all(self, views: Sequence[SequenceView]) -> list[int]:
         size = len(views).bit_length()
         rows: list[LookRow] = []
-        awake: list[int] = []
+        floors: list[_Floor] = []
         soonest = _LOOK_ANEW
-        for at, view in enumerate(views):
-            row = self._row(view, size)
-            rows.append(row)
-            tracked = self._open[view.seq_id]
-            soonest = min(soonest, tracked.left)
-            if tracked.floor is not _NEVER:
-                awake.append(at)
+        for view in views:
+            tracked, now = self._track(view), len(view.token_ids)
+            floor = tracked.floor
+            if tracked.size != size:  # the price of a node goes with the load
+                tracked.size, tracked.due = size, now + _LOOK_ANEW
+                floor = tracked.floor = self._usual.get(size, _ANYTHING)
+            elif tracked.due < now + _TOGETHER:
+                floor, tracked.due = _ANYTHING, now + _LOOK_ANEW - _FLOOR_HOLDS
+            soonest = min(soonest, tracked.due - now)
+            texts = self._answers.get(tracked.tenant)
+            newer, older = (None, None) if texts is None else (texts.newer, texts.older)
+            rows.append((tracked.index, newer, older, floor.shortest, floor.least))
+            floors.append(tracked.floor)
+        self._looker.watch(rows)
+        found = self._looker.look([view.token_ids for view in views])
         self._looked = [view.seq_id for view in views]
-        self._awake, self._until = awake, len(views[0].token_ids) + soonest
-        return self._looker.look(rows)
-
-    def _row(self, view: SequenceView, size: int) -> LookRow:
-        """`size`: power of two of the sequences in the step; 0 = as before, and the floor holds."""
-        tokens, tracked = view.token_ids, self._open.get(view.seq_id)
-        if tracked is None or len(tracked.index.tokens) > len(tokens):
-            tracked = self._track(view)
-        index, texts, floor = tracked.index, self._answers.get(tracked.tenant), tracked.floor
-        fresh = tokens[len(index.tokens) :]
-        tracked.left -= len(fresh) or 1
-        if size and tracked.size != size:  # the price of a node goes with the load
-            tracked.size, tracked.left = size, _LOOK_ANEW
-            floor = tracked.floor = self._usual.get(size, _ANYTHING)
-        elif size and tracked.left < _TOGETHER:
-            floor, tracked.left = _ANYTHING, _LOOK_ANEW - _FLOOR_HOLDS
-        if texts is None:
-            return (index, fresh, None, None, floor.shortest, floor.least)
-        return (index, fresh, texts.newer, texts.older, floor.shortest, floor.least)
+        self._awake = [at for at, floor in enumerate(floors) if floor is not _NEVER]
+        self._until = len(views[0].token_ids) + soonest
+        self._looker.watch([(*rows[at][:3], floors[at].shortest, floors[at].least) for at in self._awake])
+        return found
 
     def propose(self, views: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[Proposal]:
         for view, budget in zip(views, budgets, strict=True):
             tracked = self._track(view)
-            if tracked.floor is not _ANYTHING and tracked.left > _LOOK_ANEW - _FLOOR_HOLDS:
+            now = len(view.token_ids)
+            if tracked.floor is not _ANYTHING and tracked.due > now + _LOOK_ANEW - _FLOOR_HOLDS:
                 continue
-            tracked.left = _LOOK_ANEW
+            tracked.due = now + _LOOK_ANEW
             tracked.floor = _floor(self.name, budget)
             self._until = 0  # who is awake may have changed
             if not tracked.known:
@@ -186,6 +180,7 @@ class SuffixDrafter:
             texts = self._answers[view.tenant] = RecentTexts(self._tenant_tokens, self._ops.index)
         self._answers.move_to_end(view.tenant)
         texts.add(answer)
+        self._until = 0  # looks go on in what it is kept in now
 
     def _draft(self, view: SequenceView, budget: Budget) -> Proposal:
         if not budget.wants(self.name):
@@ -205,7 +200,8 @@ class SuffixDrafter:
         if tracked is None:
             tracked = self._open[view.seq_id] = _Tracked(view, self._ops.index())
         if len(tracked.index.tokens) > len(view.token_ids):  # the text was cut: what is known of it is of no use
-            tracked.index = self._ops.index()
+            tracked.index, tracked.due = self._ops.index(), 0
+            self._until = 0
         return tracked
 
     def _branches(self, index: Index, tenant: str, shortest: int) -> list[Branch]:

@@ -233,9 +233,12 @@ class CountingLooker:
     def __init__(self, looker: Looker, rows: list[int]) -> None:
         self._looker, self._rows = looker, rows
 
-    def look(self, rows: Sequence[LookRow]) -> list[int]:
-        self._rows.append(len(rows))
-        return self._looker.look(rows)
+    def watch(self, rows: Sequence[LookRow]) -> None:
+        self._looker.watch(rows)
+
+    def look(self, texts: Sequence[Sequence[int]]) -> list[int]:
+        self._rows.append(len(texts))
+        return self._looker.look(texts)
 
     def find(self, texts: Texts, shortest: int) -> list[Found]:
         return self._looker.find(texts, shortest)

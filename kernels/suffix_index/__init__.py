@@ -8,9 +8,11 @@ index.matches(tail, limit, shortest) -> [(position, length)]: up to `limit` earl
 
 looker.find(texts, shortest) -> [(which, position, length)]: the matches of the end of texts[0] in each of the three texts.
 
-looker.look(rows) -> [row]: one call for all sequences of a step. A row's new tokens are appended to its own text, its end
-    is found as above, and each match votes for the token after it with weight 4 ** min(length, HEAVIEST), times `trust` in the other
-    texts. The score of the token with the most votes (the first found on a tie) is scores[length of the longest match behind it]
+looker.watch(rows): the texts that looks are about from now on, one row per sequence.
+
+looker.look(texts) -> [row]: one call for all watched rows. texts[i] is all of row i's text so far; what its own index does not have of it
+    is appended there. The end of each row's own text is found as above, and each match votes for the token after it with weight
+    4 ** min(length, HEAVIEST), times `trust` in the other texts. The score of the token with the most votes (the first found on a tie) is scores[length of the longest match behind it]
     times its share of the votes; lengths past the table count as its last. Only matches of at least the row's `shortest` tokens count. Listed are the rows that
     score above 0 and at least their `least`.
 """
@@ -41,15 +43,16 @@ class Index(Protocol):
 
 
 Texts = tuple[Index, Index | None, Index | None]  # a sequence's own, and two others
-# One sequence in a look: its own text, the tokens to append to that first, two other texts, `shortest`, and `least` in millionths. A plain
-# tuple, for there is one a sequence and step.
-LookRow = tuple[Index, Sequence[int], Index | None, Index | None, int, int]
+LookRow = tuple[
+    Index, Index | None, Index | None, int, int
+]  # a sequence's own text, two others, `shortest`, `least` in millionths
 
 
 class Looker(Protocol):
     """Its limit, trust and scores are chosen when it is made."""
 
-    def look(self, rows: Sequence[LookRow]) -> list[int]: ...
+    def watch(self, rows: Sequence[LookRow]) -> None: ...
+    def look(self, texts: Sequence[Sequence[int]]) -> list[int]: ...
     def find(self, texts: Texts, shortest: int) -> list[Found]: ...
 
 

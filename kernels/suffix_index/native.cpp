@@ -70,6 +70,20 @@ public:
         }
     }
 
+    // Asks memory for what extending by these and finding the new end will touch. After a pass of the model nothing of it is in a cache.
+    void expect(const int32_t* fresh, int count) const {
+        int32_t end[kOrder[0]];
+        const int size = std::min<int>(kOrder[0], static_cast<int>(tokens_.size()) + count), own = std::max(0, size - count);
+        std::copy(tokens_.end() - own, tokens_.end(), end);
+        std::copy(fresh + count - (size - own), fresh + count, end + own);
+        for (int o = 0; o < kOrders; ++o) {
+            const auto& slots = heads_[o].slots;
+            if (size < kOrder[o] || slots.empty()) continue;
+            __builtin_prefetch(&slots[hash_of(end + size - kOrder[o], kOrder[o]) & (slots.size() - 1)], 1);
+            __builtin_prefetch(links_[o].data() + links_[o].size(), 1);
+        }
+    }
+
     // Up to `limit` occurrences of the end of `tail`, as reference.py lists them. Returns how many.
     int matches(const int32_t* tail, int size, int limit, int shortest, Match* out) const {
         int found = 0, longer = 0;
@@ -177,20 +191,28 @@ private:
     int count_ = 0;
 };
 
+// A sequence that looks are about.
+struct Row {
+    Index* texts[3];  // its own and two others, null = none
+    int shortest;
+    double least;  // score, in millionths
+};
+
 struct Looker {
     int limit;
     double trust;
     std::vector<double> scores;
+    std::vector<Row> rows;
 };
 
 // Where the end of the first list occurred in all three; `out` has room for three times kMostMatches.
-int find(const Looker& looker, const int64_t* row, int shortest, Match* out, int counts[3]) {
-    const auto* own = reinterpret_cast<const Index*>(row[0]);
+int find(const Looker& looker, const Index* const texts[3], int shortest, Match* out, int counts[3]) {
+    const Index* own = texts[0];
     const int size = std::min<int>(kLongest, static_cast<int>(own->tokens().size()));
     const int32_t* tail = own->tokens().data() + own->tokens().size() - static_cast<size_t>(size);
     int found = 0;
     for (int i = 0; i < 3; ++i) {
-        const auto* text = reinterpret_cast<const Index*>(row[i]);
+        const Index* text = texts[i];
         counts[i] = text == nullptr || shortest > kLongest ? 0 : text->matches(tail, size, looker.limit, shortest, out + found);
         found += counts[i];
     }
@@ -215,43 +237,61 @@ int fs_suffix_matches(const void* index, const int32_t* tail, int size, int limi
 }
 
 void* fs_suffix_looker(int limit, double trust, const double* scores, int lengths) {
-    return new Looker{std::min(limit, kMostMatches), trust, std::vector<double>(scores, scores + lengths)};
+    return new Looker{std::min(limit, kMostMatches), trust, std::vector<double>(scores, scores + lengths), {}};
 }
 void fs_suffix_looker_destroy(void* looker) { delete static_cast<Looker*>(looker); }
 
-// `rows`: addresses of a row's own and two other lists (0 = none), the shortest match that counts, the least score in millionths, how many
-// tokens are to be appended to its own list, and those. The rows that score above 0 and enough are listed in the buffer's first words.
-// Returns how many.
-int fs_suffix_look(const void* looker_, int64_t* rows, int count) {
+// Looks are about these from now on. Each row: addresses of its own and two other lists (0 = none), the shortest match that counts, the
+// least score in millionths.
+void fs_suffix_watch(void* looker, const int64_t* rows, int count) {
+    auto& kept = static_cast<Looker*>(looker)->rows;
+    kept.clear();
+    for (const int64_t* row = rows; row < rows + 5 * count; row += 5) {
+        const auto text = [row](int i) { return reinterpret_cast<Index*>(row[i]); };
+        kept.push_back({{text(0), text(1), text(2)}, static_cast<int>(row[3]), static_cast<double>(row[4])});
+    }
+}
+
+// `words`: for each row, how many tokens are to be appended to its own list, and those. The rows that score above 0 and enough are listed in
+// the buffer's first words. Returns how many.
+int fs_suffix_look(const void* looker_, int32_t* words) {
     const auto& looker = *static_cast<const Looker*>(looker_);
-    const int64_t* row = rows;
+    const int32_t* next_word = words;
+    for (const Row& row : looker.rows) {
+        for (size_t line = 0; line < sizeof(Index); line += 64) __builtin_prefetch(reinterpret_cast<const char*>(row.texts[0]) + line);
+    }
+    for (const Row& row : looker.rows) {
+        row.texts[0]->expect(next_word + 1, *next_word);
+        next_word += 1 + *next_word;
+    }
+    next_word = words;
     int hopeful = 0;
-    for (int r = 0; r < count; ++r) {
-        const int64_t parts[3] = {row[0], row[1], row[2]};
-        const auto shortest = static_cast<int>(row[3]), fresh = static_cast<int>(row[5]);
-        const auto least = static_cast<double>(row[4]);
-        reinterpret_cast<Index*>(parts[0])->extend(row + 6, fresh);
-        row += 6 + fresh;
+    for (size_t r = 0; r < looker.rows.size(); ++r) {
+        const Row& row = looker.rows[r];
+        const int fresh = *next_word++;
+        row.texts[0]->extend(next_word, fresh);
+        next_word += fresh;
         Match found[3 * kMostMatches];
         int counts[3];
-        if (find(looker, parts, shortest, found, counts) == 0) continue;
+        if (find(looker, row.texts, row.shortest, found, counts) == 0) continue;
         Vote vote;
         const Match* next = found;
         for (int i = 0; i < 3; next += counts[i++]) {
-            if (counts[i] > 0) vote.add(*reinterpret_cast<const Index*>(parts[i]), next, counts[i], i == 0 ? 1.0 : looker.trust);
+            if (counts[i] > 0) vote.add(*row.texts[i], next, counts[i], i == 0 ? 1.0 : looker.trust);
         }
         const double score = vote.score(looker.scores.data(), static_cast<int>(looker.scores.size()));
-        if (score > 0.0 && score * 1e6 >= least) rows[hopeful++] = r;  // a row takes six words at least, so nothing unread is written over
+        // A row takes a word at least, so nothing unread is written over.
+        if (score > 0.0 && score * 1e6 >= row.least) words[hopeful++] = static_cast<int32_t>(r);
     }
     return hopeful;
 }
 
 // The matches of one row (own and two other lists): triples of which list, position and length. Returns how many.
 int fs_suffix_find(const void* looker, const void* own, const void* newer, const void* older, int shortest, int32_t* out) {
-    const int64_t row[3] = {reinterpret_cast<int64_t>(own), reinterpret_cast<int64_t>(newer), reinterpret_cast<int64_t>(older)};
+    const Index* const texts[3] = {static_cast<const Index*>(own), static_cast<const Index*>(newer), static_cast<const Index*>(older)};
     Match found[3 * kMostMatches];
     int counts[3];
-    const int total = find(*static_cast<const Looker*>(looker), row, shortest, found, counts);
+    const int total = find(*static_cast<const Looker*>(looker), texts, shortest, found, counts);
     for (int i = 0, at = 0; i < 3; ++i) {
         for (int n = 0; n < counts[i]; ++n, ++at) out[3 * at] = i, out[3 * at + 1] = found[at].position, out[3 * at + 2] = found[at].length;
     }

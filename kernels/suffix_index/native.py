@@ -54,22 +54,34 @@ class NativeLooker:
         self._handle: int = library.c.fs_suffix_looker(limit, trust, table.buffer_info()[0], len(table))
         self._found = array("i", bytes(4 * 3 * 3 * _MOST))
         self._found_at = self._found.buffer_info()[0]
+        self._rows: Sequence[LookRow] = ()
+        self._own: list[list[int]] = []
 
     def __del__(self) -> None:
         handle = getattr(self, "_handle", None)
         if handle is not None:
             self._c.fs_suffix_looker_destroy(handle)
 
-    def look(self, rows: Sequence[LookRow]) -> list[int]:
+    def watch(self, rows: Sequence[LookRow]) -> None:
         words: list[int] = []
-        for own, fresh, newer, older, shortest, least in rows:
-            own.tokens += fresh
+        for own, newer, older, shortest, least in rows:
             second = 0 if newer is None else newer.handle  # type: ignore[attr-defined]
             third = 0 if older is None else older.handle  # type: ignore[attr-defined]
-            words += (own.handle, second, third, shortest, least, len(fresh))  # type: ignore[attr-defined]
-            words += fresh
+            words += (own.handle, second, third, shortest, least)  # type: ignore[attr-defined]
         packed = array("q", words)
-        count = self._look(self._handle, packed.buffer_info()[0], len(rows))
+        self._rows = rows  # the library holds their addresses
+        self._own = [row[0].tokens for row in rows]
+        self._c.fs_suffix_watch(self._handle, packed.buffer_info()[0], len(rows))
+
+    def look(self, texts: Sequence[Sequence[int]]) -> list[int]:
+        words: list[int] = []  # per row: how many tokens are new, and those
+        for own, text in zip(self._own, texts, strict=True):
+            fresh = text[len(own) :]
+            own += fresh
+            words.append(len(fresh))
+            words += fresh
+        packed = array("i", words)
+        count = self._look(self._handle, packed.buffer_info()[0])
         return packed[:count].tolist() if count else []
 
     def find(self, texts: Texts, shortest: int) -> list[Found]:

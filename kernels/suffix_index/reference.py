@@ -127,6 +127,7 @@ class SuffixLooker:
         self._limit = limit
         self._trust = trust
         self._scores = scores
+        self._rows: Sequence[LookRow] = ()
 
     def find(self, texts: Texts, shortest: int) -> list[Found]:
         tail = texts[0].tokens[-LONGEST:]
@@ -136,10 +137,13 @@ class SuffixLooker:
                 found += [(which, at, length) for at, length in text.matches(tail, self._limit, shortest)]
         return found
 
-    def look(self, rows: Sequence[LookRow]) -> list[int]:
+    def watch(self, rows: Sequence[LookRow]) -> None:
+        self._rows = rows
+
+    def look(self, texts: Sequence[Sequence[int]]) -> list[int]:
         hopeful: list[int] = []
-        for number, (own, fresh, newer, older, shortest, least) in enumerate(rows):
-            own.extend(fresh)
+        for number, ((own, newer, older, shortest, least), text) in enumerate(zip(self._rows, texts, strict=True)):
+            own.extend(text[len(own) :])
             score = self._score((own, newer, older), shortest)
             if score > 0.0 and score * 1e6 >= least:
                 hopeful.append(number)

@@ -57,18 +57,20 @@ def looked(ops: SuffixOps, texts: list[Four], shortest: int) -> list[float]:
     """The rows' scores, found by asking for at least so much."""
     looker = ops.looker(6, 0.5, SCORES)
     rows: list[LookRow] = [
-        (fed(ops, own, 9), new, fed(ops, newer, 9) if newer else None, fed(ops, older, 9) if older else None, shortest, 0)
-        for own, new, newer, older in texts
+        (fed(ops, own, 9), fed(ops, newer, 9) if newer else None, fed(ops, older, 9) if older else None, shortest, 0)
+        for own, _, newer, older in texts
     ]
-    hopeful = looker.look(rows)
+    looker.watch(rows)
+    hopeful = looker.look([own + new for own, new, _, _ in texts])
     assert [row[0].tokens for row in rows] == [own + new for own, new, _, _ in texts]
     scores = [0.0] * len(texts)
     for number in hopeful:
-        own, _, newer, older, _, _ = rows[number]
+        own, newer, older, _, _ = rows[number]
         low, high = 0, 10**6
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if looker.look([(own, [], newer, older, shortest, middle)]) else (low, middle)
+            looker.watch([(own, newer, older, shortest, middle)])
+            low, high = (middle, high) if looker.look([own.tokens]) else (low, middle)
         scores[number] = (low + 1) / 1e6
     return scores
 
