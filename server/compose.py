@@ -217,7 +217,7 @@ def _triton(settings: Settings) -> Backend:
         sample,
         slots.move,
         top=top_shares,
-        kv_types=("bfloat16", "float32", "float8"),
+        kv_types=("bfloat16", "float32", "float8", "int8"),
         published=True,
     )
 

@@ -43,9 +43,7 @@ _FLAGS: dict[str, Any] = {
     "quantise": _flag(str, "q8 or q4: make 8 or 4-bit weights of a 16-bit checkpoint"),
     "threads": _flag(int, "compute threads, 0 = one per core"),
     "kv_memory": _flag(str, "memory of the KV cache, for example 2GiB"),
-    "kv_type": _flag(
-        str, "keys and values as auto, bfloat16, float32, int8 (on the CPU) or float8 (not with the native kernels)"
-    ),
+    "kv_type": _flag(str, "keys and values as auto, bfloat16, float32, int8 or float8 (not with the native kernels)"),
     "gpu_memory": _flag(float, "share of a GPU that everything may take, for example 0.9; sizes the KV cache"),
     "deterministic": _flag(bool, "on a GPU: the same bits in every batch, slower; on the CPU always so"),
     "page_size": _flag(int, "tokens in a KV page"),

@@ -49,7 +49,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     weights: Literal["native", "float32", "bfloat16"] = "native"
     quantise: Literal["q8", "q4"] | None = None  # for checkpoints stored in 16 or 32 bits
     kv_type: Literal["auto", "bfloat16", "float32", "int8", "float8"] = (
-        "auto"  # see Parts.kv_type; int8: on the CPU; float8 (e4m3, no scale): where not native
+        "auto"  # see Parts.kv_type; int8: a step per token and head; float8 (e4m3, no scale): where not native
     )
     deterministic: bool = False  # on a GPU: kernels whose bits do not depend on the batch, slower; on the CPU they never do
     threads: int = 0  # 0 = one per core

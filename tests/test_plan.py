@@ -97,7 +97,7 @@ def test_kv_types_and_their_scales() -> None:
     model = facts("llama-3.1-8b")  # 32 layers, 8 heads of 128: 65,536 numbers a token in rows of 128
     per_token = {kv: token_bytes(model, kv) for kv in KV_TYPES}
     assert per_token == {
-        "float32": 262144, "bf16": 131072, "fp8": 65536, "int8": 65536 + 2 * 512, "int4": 32768 + 4 * 512
+        "float32": 262144, "bf16": 131072, "fp8": 65536, "int8": 65536 + 4 * 512, "int4": 32768 + 4 * 512
     }  # fmt: skip
 
 

@@ -8,8 +8,10 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.batch import store_sizes
 from kernels.float8.reference import codes
 from kernels.float8.triton import rounded
+from kernels.whole_store.triton import block_at, encoded, key_at, step_at, steps, value_at
 
 
 @triton.jit
@@ -72,8 +74,10 @@ def _rope_write_kernel(
     cos_ptr,  # [max_position, D/2]
     sin_ptr,
     q_out_ptr,  # [N, Hq, D]
-    store_k_ptr,  # [pages, Hkv, D, PAGE]
+    store_k_ptr,  # [pages, Hkv, D, PAGE], or bytes with steps
     store_v_ptr,  # [pages, Hkv, PAGE, D]
+    k_steps_ptr,  # the same memory as float32 where it is bytes with steps, else None
+    v_steps_ptr,
     eps,
     q_heads,
     kv_heads,
@@ -95,16 +99,29 @@ def _rope_write_kernel(
     else:
         head -= q_heads
         slot = tl.load(slots_ptr + node).to(tl.int64)
-        base = (slot // PAGE * kv_heads + head) * (DIM * PAGE)
+        held, token = slot // PAGE * kv_heads + head, slot % PAGE
         x_ptr = k_ptr + node * k_stride + head * DIM
         first, second = _rotated(x_ptr, k_norm_ptr, cos_ptr + angle, sin_ptr + angle, eps, HALF, BLOCK)
-        k_out = store_k_ptr + base + channel * PAGE + slot % PAGE
-        tl.store(k_out, rounded(first, store_k_ptr), mask=inside)
-        tl.store(k_out + HALF * PAGE, rounded(second, store_k_ptr), mask=inside)
         value = v_ptr + node * v_stride + head * DIM + channel
-        v_out = store_v_ptr + base + slot % PAGE * DIM + channel
-        tl.store(v_out, rounded(tl.load(value, mask=inside, other=0.0), store_v_ptr), mask=inside)
-        tl.store(v_out + HALF, rounded(tl.load(value + HALF, mask=inside, other=0.0), store_v_ptr), mask=inside)
+        v_first, v_second = tl.load(value, mask=inside, other=0.0), tl.load(value + HALF, mask=inside, other=0.0)
+        if k_steps_ptr is not None:
+            block = block_at(held, token, DIM, PAGE)
+            low, high, step = encoded(first, second)
+            tl.store(store_k_ptr + key_at(block, channel, token), low, mask=inside)
+            tl.store(store_k_ptr + key_at(block, HALF + channel, token), high, mask=inside)
+            tl.store(k_steps_ptr + step_at(block, token, DIM), step)
+            low, high, step = encoded(v_first.to(tl.float32), v_second.to(tl.float32))
+            tl.store(store_v_ptr + value_at(block, channel, token, DIM), low, mask=inside)
+            tl.store(store_v_ptr + value_at(block, HALF + channel, token, DIM), high, mask=inside)
+            tl.store(v_steps_ptr + step_at(block, token, DIM), step)
+        else:
+            base = held * (DIM * PAGE)
+            k_out = store_k_ptr + base + channel * PAGE + token
+            tl.store(k_out, rounded(first, store_k_ptr), mask=inside)
+            tl.store(k_out + HALF * PAGE, rounded(second, store_k_ptr), mask=inside)
+            v_out = store_v_ptr + base + token * DIM + channel
+            tl.store(v_out, rounded(v_first, store_v_ptr), mask=inside)
+            tl.store(v_out + HALF, rounded(v_second, store_v_ptr), mask=inside)
 
 
 def rope(x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -138,13 +155,13 @@ def rope_write(
 
     q [N, Hq * D], k and v [N, Hkv * D] have contiguous rows; they may be column ranges of one matrix. One layer's store.
     """
-    kv_heads, dim, page_size = store_k.shape[1:]
+    kv_heads, (dim, page_size) = store_k.shape[1], store_sizes(store_k)
     nodes, q_heads = q.shape[0], q.shape[1] // dim
     out = torch.empty(nodes, q_heads, dim, dtype=torch.float32, device=q.device)
-    store_k, store_v = codes(store_k), codes(store_v)
+    store = (codes(store_k), codes(store_v), steps(store_k), steps(store_v))
     if nodes:
         _rope_write_kernel[(nodes, q_heads + kv_heads)](
-            q, k, v, q.stride(0), k.stride(0), v.stride(0), q_norm, k_norm, positions, slots, cos, sin, out, store_k, store_v,
+            q, k, v, q.stride(0), k.stride(0), v.stride(0), q_norm, k_norm, positions, slots, cos, sin, out, *store,
             eps, q_heads, kv_heads, HALF=dim // 2, PAGE=page_size, BLOCK=triton.next_power_of_2(dim // 2), num_warps=1,
             enable_fp_fusion=False,
         )  # fmt: skip

@@ -15,11 +15,10 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.batch import SharedPrefix, StepInputs
-from kernels.float8.reference import codes
-from kernels.float8.triton import from_e4m3
+from kernels.batch import SharedPrefix, StepInputs, store_sizes
 from kernels.interpreter import interpreted
 from kernels.tree_attention.shared.triton import _shared_kernel
+from kernels.tree_attention.stored import Stored, read_keys, read_steps, read_values
 
 LOG2_E = 1.4426950408889634
 BLOCK_N = 64  # keys visited at once
@@ -50,8 +49,10 @@ def _row_of_tile(row_ptr, rows, tile, BLOCK_Q: tl.constexpr):
 )  # fmt: skip
 def _attention_kernel(
     q_ptr,  # [N, Hq, D] float32
-    k_ptr,  # [pages, Hkv, D, PAGE] float32, bfloat16, or uint8 (FLOAT8)
+    k_ptr,  # [pages, Hkv, D, PAGE] float32, bfloat16, or uint8 (FLOAT8); or bytes with steps
     v_ptr,  # [pages, Hkv, PAGE, D]
+    k_steps_ptr,  # the same memory as float32 where it is bytes with steps, else None
+    v_steps_ptr,
     out_ptr,  # [N, Hq, D] float32; with splits [SPLITS, N, Hq, D], not yet divided by the sum
     top_ptr,  # [SPLITS, N, Hq] float32 largest scaled score in base 2, or None without splits
     sum_ptr,  # [SPLITS, N, Hq] float32
@@ -103,7 +104,7 @@ def _attention_kernel(
     lane_at = (first + node).to(tl.int64) * (kv_heads * GROUPS) + head  # index into [N, Hq]
     q = tl.load(q_ptr + lane_at[:, None] * DIM + channel[None, :], mask=live[:, None] & real[None, :], other=0.0)
     if not WIDEN:
-        q = q.to(tl.bfloat16 if FLOAT8 else k_ptr.dtype.element_ty)
+        q = q.to(tl.bfloat16 if k_ptr.dtype.element_ty == tl.uint8 else k_ptr.dtype.element_ty)
     word = tl.load(words_ptr + first + node, mask=live, other=0)
     position = tl.load(positions_ptr + first + node, mask=live, other=0)
 
@@ -128,16 +129,14 @@ def _attention_kernel(
         key = start + tl.arange(0, BLOCK_N)
         inside = key < end
         page = tl.load(table_ptr + row * table_width + key // PAGE, mask=inside, other=0).to(tl.int64)
-        base = (page * kv_heads + kv_head) * (DIM * PAGE)
-        k_at = k_ptr + base[None, :] + channel[:, None] * PAGE + (key % PAGE)[None, :]
-        k = tl.load(k_at, mask=real[:, None] & inside[None, :], other=0)  # [D, keys]
-        if FLOAT8:
-            k = from_e4m3(k.to(tl.int32))
-            if not WIDEN:
-                k = k.to(tl.bfloat16)  # exactly
-        elif WIDEN:
-            k = k.to(tl.float32)
+        held = page * kv_heads + kv_head
+        tile_mask = real[:, None] & inside[None, :]  # [D, keys]
+        k = read_keys(
+            k_ptr, k_steps_ptr, held[None, :], (key % PAGE)[None, :], channel[:, None], tile_mask, DIM, PAGE, FLOAT8, WIDEN
+        )
         score = tl.dot(q, k, input_precision="ieee") * scale
+        if k_steps_ptr is not None:
+            score *= read_steps(k_steps_ptr, held, key % PAGE, inside, DIM, PAGE)[None, :]
 
         own = key - kv_len  # index among the row's nodes of this step; negative for committed keys
         bit = (word[:, None] >> tl.minimum(tl.maximum(own, 0), 63).to(tl.int64)[None, :]) & 1
@@ -153,15 +152,14 @@ def _attention_kernel(
         origin = tl.where(new_top == float("-inf"), 0.0, new_top)  # a lane that has seen nothing: keeps -inf - -inf away
         weight = tl.exp2(score - origin[:, None])
         fade = tl.exp2(top - origin)
-        v_at = v_ptr + base[:, None] + (key % PAGE)[:, None] * DIM + channel[None, :]
-        v = tl.load(v_at, mask=inside[:, None] & real[None, :], other=0)  # [keys, D]
-        if FLOAT8:
-            v = from_e4m3(v.to(tl.int32))
-            if not WIDEN:
-                v = v.to(tl.bfloat16)
-        elif WIDEN:
-            v = v.to(tl.float32)
-        mixed = mixed * fade[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="ieee")
+        tile_mask = inside[:, None] & real[None, :]  # [keys, D]
+        v = read_values(
+            v_ptr, v_steps_ptr, held[:, None], (key % PAGE)[:, None], channel[None, :], tile_mask, DIM, PAGE, FLOAT8, WIDEN
+        )
+        share = weight
+        if v_steps_ptr is not None:  # an unseen key's step may be anything
+            share = tl.where(weight > 0.0, weight * read_steps(v_steps_ptr, held, key % PAGE, inside, DIM, PAGE)[None, :], 0.0)
+        mixed = mixed * fade[:, None] + tl.dot(share.to(v.dtype), v, input_precision="ieee")
         total = total * fade + tl.sum(weight, axis=1)
         top = new_top
 
@@ -217,13 +215,12 @@ def tree_attention(
     that the device is full. Keys that `inputs.shared` names are read once for all of its rows. Nothing is read back from the device.
     """
     nodes, q_heads, dim = q.shape
-    kv_heads, page_size = store_k.shape[1], store_k.shape[-1]
+    kv_heads, page_size = store_k.shape[1], store_sizes(store_k)[1]
     out = torch.empty_like(q)
     if nodes == 0:
         return out
     groups, rows = q_heads // kv_heads, inputs.num_rows
-    float8 = store_k.dtype == torch.float8_e4m3fn
-    store_k, store_v = codes(store_k), codes(store_v)
+    store = Stored.of(store_k, store_v)
     block_m = min(128, max(16, triton.next_power_of_2(triton.cdiv(nodes, rows) * groups)))
     block_m = max(block_m, triton.next_power_of_2(groups))
     block_q = block_m // groups
@@ -244,16 +241,16 @@ def tree_attention(
     block_d = max(16, triton.next_power_of_2(dim))
     q = q.contiguous()
     _attention_kernel[(tiles, kv_heads, splits)](
-        q, store_k, store_v, target, top, total, sinks, inputs.positions, inputs.words, inputs.causal,
+        q, *store.tensors, target, top, total, sinks, inputs.positions, inputs.words, inputs.causal,
         inputs.row_ptr, inputs.page_table, inputs.kv_lens, scale * LOG2_E, window or 0, rows, nodes,
         inputs.page_table.shape[1], kv_heads, split_keys, *((*shared.rows, shared.keys) if shared else (0, 0, 0)),
         GROUPS=groups, DIM=dim, PAGE=page_size, BLOCK_Q=block_q,
-        BLOCK_M=block_m, BLOCK_N=BLOCK_N, BLOCK_D=block_d, WINDOWED=window is not None, FLOAT8=float8,
+        BLOCK_M=block_m, BLOCK_N=BLOCK_N, BLOCK_D=block_d, WINDOWED=window is not None, FLOAT8=store.float8,
         WIDEN=interpreted(_attention_kernel), num_warps=4, num_stages=2,
         enable_fp_fusion=False,
     )  # fmt: skip
     if shared is not None and pieces is not None:
-        _shared_level(q, store_k, store_v, pieces, inputs, shared, scale, window, splits, shared_splits, float8)
+        _shared_level(q, store, page_size, pieces, inputs, shared, scale, window, splits, shared_splits)
     if pieces is not None:
         _merge_kernel[(nodes * q_heads,)](
             *pieces, out, nodes * q_heads, parts, DIM=dim, BLOCK_D=block_d, num_warps=1, enable_fp_fusion=False
@@ -285,8 +282,8 @@ def _pieces(q: torch.Tensor, parts: int, empty: bool) -> tuple[torch.Tensor, tor
 
 def _shared_level(
     q: torch.Tensor,
-    store_k: torch.Tensor,
-    store_v: torch.Tensor,
+    store: Stored,
+    page_size: int,
     parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor],  # sums, tops and totals, as `_merge_kernel` reads them
     inputs: StepInputs,
     shared: SharedPrefix,
@@ -294,18 +291,17 @@ def _shared_level(
     window: int | None,
     place: int,  # the first part that is written
     splits: int,
-    float8: bool,
 ) -> None:
     nodes, q_heads, dim = q.shape
-    kv_heads, page_size = store_k.shape[1], store_k.shape[-1]
+    kv_heads = store.tensors[0].shape[1]
     groups, (first, last) = q_heads // kv_heads, shared.nodes
     lanes = (last - first) * groups
     block_m = _shared_height(lanes)
     split_keys = triton.cdiv(triton.cdiv(shared.keys, splits), BLOCK_N) * BLOCK_N
     _shared_kernel[(triton.cdiv(lanes, block_m), kv_heads, splits)](
-        q, store_k, store_v, *parts, inputs.positions, inputs.page_table, scale * LOG2_E, window or 0, first, last,
+        q, *store.tensors, *parts, inputs.positions, inputs.page_table, scale * LOG2_E, window or 0, first, last,
         shared.rows[0], shared.keys, nodes, inputs.page_table.shape[1], kv_heads, split_keys, place, GROUPS=groups, DIM=dim,
         PAGE=page_size, BLOCK_M=block_m, BLOCK_N=BLOCK_N, BLOCK_D=max(16, triton.next_power_of_2(dim)),
-        WINDOWED=window is not None, FLOAT8=float8, WIDEN=interpreted(_shared_kernel), num_warps=4, num_stages=2,
+        WINDOWED=window is not None, FLOAT8=store.float8, WIDEN=interpreted(_shared_kernel), num_warps=4, num_stages=2,
         enable_fp_fusion=False,
     )  # fmt: skip

@@ -47,7 +47,7 @@ KV_TYPES: Mapping[str, KVType] = {
     "float32": KVType(4),
     "bf16": KVType(2),
     "fp8": KVType(1),
-    "int8": KVType(1, 2),
+    "int8": KVType(1, 4),  # as `--kv-type int8` keeps them
     "int4": KVType(0.5, 4),
 }
 

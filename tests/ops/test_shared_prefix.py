@@ -10,8 +10,9 @@ import torch
 from device import DEVICE, to_device
 from toy import Row, step_inputs
 
-from kernels.batch import SharedPrefix
+from kernels.batch import KVTensors, SharedPrefix
 from kernels.float8.reference import stored
+from kernels.kv_slots import reference as slots
 from kernels.tree_attention import reference
 from kernels.tree_attention.shared import WORTH_KEYS, shared_prefix
 from kernels.tree_attention.triton import tree_attention
@@ -20,6 +21,7 @@ from spec.plan import PlanRow
 from spec.tree import EMPTY_TREE
 
 FLOAT32_ORDER = 5e-6
+WHOLE_WEIGHTS = 5e-4  # the CPU makes softmax weights over bytes whole
 PAGE = 16
 PAGES = WORTH_KEYS // PAGE
 
@@ -79,7 +81,7 @@ def test_inputs_carry_it_to_other_devices_than_the_cpu() -> None:
 
 @pytest.mark.parametrize("split_keys", [None, 64])
 @pytest.mark.parametrize(("window", "sinks"), [(None, False), (100, True)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn, torch.uint8])
 def test_values_are_the_references(dtype: torch.dtype, window: int | None, sinks: bool, split_keys: int | None) -> None:
     """Rows 1 to 3 of five share 160 keys: a tree, a chunk and a lone node."""
     g = torch.Generator().manual_seed(1)
@@ -93,13 +95,26 @@ def test_values_are_the_references(dtype: torch.dtype, window: int | None, sinks
     ]
     inputs = step_inputs(rows, PAGE)
     q = torch.randn(inputs.num_nodes, 4, 16, generator=g) * 1.5
-    k, v = (stored(torch.randn(*size, generator=g), dtype) for size in ((30, 2, 16, PAGE), (30, 2, PAGE, 16)))
+    k, v = kept(torch.randn(30, 2, 16, PAGE, generator=g), torch.randn(30, 2, PAGE, 16, generator=g), dtype)
     logits = torch.randn(4, generator=g) if sinks else None
     want = reference.tree_attention(q, k, v, inputs, 0.25, window, logits)
     shared = replace(to_device(inputs), shared=SharedPrefix((1, 4), (2, 27), 160))
     got = tree_attention(*to_device((q, k, v)), shared, 0.25, window, to_device(logits), split_keys)
-    atol = FLOAT32_ORDER if DEVICE == "cpu" else 3e-2
+    order = WHOLE_WEIGHTS if dtype == torch.uint8 else FLOAT32_ORDER
+    atol = order if DEVICE == "cpu" else 3e-2
     torch.testing.assert_close(got.cpu(), want, atol=atol, rtol=atol)
+
+
+def kept(k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys [pages, Hkv, D, PAGE] and values [pages, Hkv, PAGE, D] as a store of that dtype has them."""
+    if dtype != torch.uint8:
+        return stored(k, dtype), stored(v, dtype)
+    pages, heads, dim, page_size = k.shape
+    store = KVTensors.allocate(1, pages, heads, dim, page_size, dtype)
+    every = torch.arange(pages * page_size)
+    rows = [x.flatten(0, 1) for x in (k.permute(0, 3, 1, 2), v.permute(0, 2, 1, 3))]
+    slots.write(rows[0], rows[1], every, store.k[0], store.v[0])
+    return store.k[0], store.v[0]
 
 
 def test_shared_keys_are_read_from_the_first_row_of_the_group() -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_cases import ODD_ROWS, AttentionCase, Shape, as_bytes, make_case, poisoned
+from attention_cases import ODD_ROWS, AttentionCase, Shape, as_bytes, dequantised, make_case, poisoned
 from toy import Row, step_inputs
 
 from kernels.batch import KVTensors, bytes_per_token, store_sizes
 from kernels.kv_slots import reference as slots
 from kernels.native import load
 from kernels.tree_attention import reference as attention
-from kernels.whole_store.reference import encode, key_parts, keys_at, value_parts, values_at
+from kernels.whole_store.reference import encode, key_parts, keys_at, value_parts
 
 LIBRARY = load()
 ISAS = LIBRARY.isas if LIBRARY else ()
@@ -28,20 +28,6 @@ ROUNDED_WEIGHTS = 5e-4
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def dequantised(case: AttentionCase, store: KVTensors) -> torch.Tensor:
-    """Attention in float32 over the numbers that the bytes stand for."""
-    pages, page_size = case.store_k.shape[0], case.store_k.shape[-1]
-    slot = torch.arange(pages * page_size)
-    page, offset = slot // page_size, slot % page_size
-    k, v = torch.empty_like(case.store_k), torch.empty_like(case.store_v)
-    for target, (numbers, steps) in (
-        (k.transpose(2, 3), keys_at(store.k[0], page, offset)),
-        (v, values_at(store.v[0], page, offset)),
-    ):
-        target[page, :, offset] = numbers * steps[..., None]
-    return attention.tree_attention(case.q, k, v, case.inputs, case.scale, case.window, case.sinks)
 
 
 def native(case: AttentionCase, store: KVTensors, threads: int = 2, isa: str | None = None) -> torch.Tensor:

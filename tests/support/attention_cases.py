@@ -11,6 +11,8 @@ from toy import Row, step_inputs
 
 from kernels.batch import KVTensors, StepInputs
 from kernels.kv_slots import reference as slots
+from kernels.tree_attention import reference as attention
+from kernels.whole_store.reference import keys_at, values_at
 
 
 @dataclass(frozen=True)
@@ -146,3 +148,17 @@ def as_bytes(case: AttentionCase) -> KVTensors:
     page, offset = slot // page_size, slot % page_size
     slots.write(case.store_k[page, :, :, offset], case.store_v[page, :, offset], slot, store.k[0], store.v[0])
     return store
+
+
+def dequantised(case: AttentionCase, store: KVTensors) -> torch.Tensor:
+    """Attention in float32 over the numbers that the bytes stand for."""
+    pages, page_size = case.store_k.shape[0], case.store_k.shape[-1]
+    slot = torch.arange(pages * page_size)
+    page, offset = slot // page_size, slot % page_size
+    k, v = torch.empty_like(case.store_k), torch.empty_like(case.store_v)
+    for target, (numbers, steps) in (
+        (k.transpose(2, 3), keys_at(store.k[0], page, offset)),
+        (v, values_at(store.v[0], page, offset)),
+    ):
+        target[page, :, offset] = numbers * steps[..., None]
+    return attention.tree_attention(case.q, k, v, case.inputs, case.scale, case.window, case.sinks)

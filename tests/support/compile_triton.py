@@ -29,6 +29,9 @@ F32, BF16, F16, I32, I64, F64, U8, I16, I8 = "*fp32", "*bf16", "*fp16", "*i32", 
 ATTENTION = {"GROUPS": 4, "PAGE": 16, "BLOCK_Q": 4, "BLOCK_M": 16, "BLOCK_N": 64, "FLOAT8": False, "WIDEN": False}
 ATTENTION_BATCH = [I32, I64, U8, I32, I32, I32, "fp32", *["i32"] * 9]
 SAMPLE = [F32, F32, I32, F32, F32]
+# keys and values, and their steps where they are bytes with steps
+STORES = {"bfloat16": [BF16, BF16, None, None], "float8": [U8, U8, None, None], "int8": [U8, U8, F32, F32]}
+STEPPED = STORES["int8"]
 
 # kernel, types of its run-time arguments in order (None = argument is None), constants
 CASES: list[tuple[Any, list[str | None], dict[str, Any]]] = [
@@ -38,7 +41,7 @@ CASES: list[tuple[Any, list[str | None], dict[str, Any]]] = [
     (rope._rope_kernel, [F32, I32, F32, F32, F32, "i32"], {"HALF": 64, "BLOCK": 64}),
     (
         rope._rope_write_kernel,
-        [F32, F32, F32, "i32", "i32", "i32", None, F32, I32, I32, F32, F32, F32, BF16, BF16, "fp32", "i32", "i32"],
+        [F32, F32, F32, "i32", "i32", "i32", None, F32, I32, I32, F32, F32, F32, BF16, BF16, None, None, "fp32", "i32", "i32"],
         {"HALF": 40, "PAGE": 16, "BLOCK": 64},
     ),
     (
@@ -58,42 +61,61 @@ CASES: list[tuple[Any, list[str | None], dict[str, Any]]] = [
     ),
     (
         rope._rope_write_kernel,
-        [F32, F32, F32, "i32", "i32", "i32", None, None, I32, I32, F32, F32, F32, U8, U8, "fp32", "i32", "i32"],
+        [F32, F32, F32, "i32", "i32", "i32", None, None, I32, I32, F32, F32, F32, U8, U8, None, None, "fp32", "i32", "i32"],
         {"HALF": 64, "PAGE": 16, "BLOCK": 64},
+    ),
+    (
+        rope._rope_write_kernel,
+        [F32, F32, F32, "i32", "i32", "i32", None, None, I32, I32, F32, F32, F32, *STEPPED, "fp32", "i32", "i32"],
+        {"HALF": 64, "PAGE": 16, "BLOCK": 64},
+    ),
+    (kv_slots._write_whole_kernel, [F32, F32, I32, *STEPPED, "i32"], {"DIM": 128, "PAGE": 16, "BLOCK": 64}),
+    *(
+        (
+            kv_slots._copy_whole_kernel,
+            [U8, F32, I32, *STEPPED, "i32", "i32", "i64"],
+            {"DIM": 128, "PAGE": 16, "BLOCK": 128, "TO_STORE": to_store},
+        )
+        for to_store in (False, True)
     ),
     (tree_accept._tree_accept_kernel, [I32, I32, I32, I32, I32, I32, I32, "i32"], {"BLOCK": 64}),
     (
         tree_attention._attention_kernel,
-        [F32, BF16, BF16, F32, None, None, None, *ATTENTION_BATCH],
+        [F32, *STORES["bfloat16"], F32, None, None, None, *ATTENTION_BATCH],
         dict(**ATTENTION, DIM=128, BLOCK_D=128, WINDOWED=False),
     ),
     (
         tree_attention._attention_kernel,
-        [F32, F32, F32, F32, F32, F32, F32, *ATTENTION_BATCH],
+        [F32, F32, F32, None, None, F32, F32, F32, F32, *ATTENTION_BATCH],
         dict(**ATTENTION, DIM=30, BLOCK_D=32, WINDOWED=True),
     ),
     (
         tree_attention._attention_kernel,
-        [F32, U8, U8, F32, F32, F32, F32, *ATTENTION_BATCH],
+        [F32, *STORES["float8"], F32, F32, F32, F32, *ATTENTION_BATCH],
         dict(ATTENTION | {"FLOAT8": True}, DIM=128, BLOCK_D=128, WINDOWED=True),
+    ),
+    (
+        tree_attention._attention_kernel,
+        [F32, *STEPPED, F32, F32, F32, F32, *ATTENTION_BATCH],
+        dict(ATTENTION, DIM=128, BLOCK_D=128, WINDOWED=True),
     ),
     *(
         (
             ordered._ordered_kernel,
-            [F32, kind, kind, F32, F32, F32, sinks, I32, I64, U8, I32, I32, I32, "fp32", *["i32"] * 5],
+            [F32, *STORES[kind], F32, F32, F32, sinks, I32, I64, U8, I32, I32, I32, "fp32", *["i32"] * 5],
             {"GROUPS": 4, "DIM": 128, "PAGE": 16, "BLOCK_Q": 4, "BLOCK_M": 16, "BLOCK_D": 128, "SPLIT": 256}
-            | {"WINDOWED": kind == U8, "FLOAT8": kind == U8},
+            | {"WINDOWED": kind != "bfloat16", "FLOAT8": kind == "float8"},
         )
-        for kind, sinks in ((BF16, None), (U8, F32))
+        for kind, sinks in (("bfloat16", None), ("float8", F32), ("int8", F32))
     ),
     *(
         (
             shared._shared_kernel,
-            [F32, kind, kind, F32, F32, F32, I32, I32, "fp32", *["i32"] * 10],
+            [F32, *STORES[kind], F32, F32, F32, I32, I32, "fp32", *["i32"] * 10],
             {"GROUPS": 4, "DIM": 128, "PAGE": 16, "BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_D": 128}
-            | {"WINDOWED": kind == U8, "FLOAT8": kind == U8, "WIDEN": False},
+            | {"WINDOWED": kind != "bfloat16", "FLOAT8": kind == "float8", "WIDEN": False},
         )
-        for kind in (BF16, U8)
+        for kind in STORES
     ),
     (tree_attention._merge_kernel, [F32, F32, F32, F32, "i32", "i32"], {"DIM": 128, "BLOCK_D": 128}),
     (

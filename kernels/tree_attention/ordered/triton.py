@@ -6,11 +6,11 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.batch import StepInputs
-from kernels.float8.reference import codes
-from kernels.float8.triton import from_e4m3
+from kernels.batch import StepInputs, store_sizes
 from kernels.tree_attention.ordered import SPLIT, parts_of
+from kernels.tree_attention.stored import Stored, read_keys, read_values
 from kernels.tree_attention.triton import LOG2_E, _merge_kernel, _row_of_tile
+from kernels.whole_store.triton import block_at, step_at
 
 TILE = 16  # nodes times grouped heads of one program: one height for every batch, and with it one order of every sum
 
@@ -18,8 +18,10 @@ TILE = 16  # nodes times grouped heads of one program: one height for every batc
 @triton.jit(do_not_specialize=["window", "rows", "nodes", "table_width"])
 def _ordered_kernel(
     q_ptr,  # [N, Hq, D] float32
-    k_ptr,  # [pages, Hkv, D, PAGE] float32, bfloat16, or uint8 (FLOAT8)
+    k_ptr,  # [pages, Hkv, D, PAGE] float32, bfloat16, or uint8 (FLOAT8); or bytes with steps
     v_ptr,  # [pages, Hkv, PAGE, D]
+    k_steps_ptr,  # the same memory as float32 where it is bytes with steps, else None
+    v_steps_ptr,
     out_ptr,  # [PARTS, N, Hq, D] float32, not yet divided by the sum
     top_ptr,  # [PARTS, N, Hq] float32 largest scaled score in base 2
     sum_ptr,  # [PARTS, N, Hq] float32
@@ -92,18 +94,19 @@ def _ordered_kernel(
         if WINDOWED:
             seen = seen & (position - key_position < window)
         page = tl.load(table_ptr + row * table_width + key // PAGE).to(tl.int64)
-        base = (page * kv_heads + kv_head) * (DIM * PAGE)
-        k = tl.load(k_ptr + base + channel * PAGE + key % PAGE, mask=real, other=0)
-        v = tl.load(v_ptr + base + key % PAGE * DIM + channel, mask=real, other=0)
-        if FLOAT8:
-            k, v = from_e4m3(k.to(tl.int32)), from_e4m3(v.to(tl.int32))
-        score = tl.sum(q * k.to(tl.float32)[None, :], axis=1) * scale
+        held, token = page * kv_heads + kv_head, key % PAGE
+        k = read_keys(k_ptr, k_steps_ptr, held, token, channel, real, DIM, PAGE, FLOAT8, True)
+        v = read_values(v_ptr, v_steps_ptr, held, token, channel, real, DIM, PAGE, FLOAT8, True)
+        score = tl.sum(q * k[None, :], axis=1) * scale
+        if k_steps_ptr is not None:
+            score *= tl.load(k_steps_ptr + step_at(block_at(held, token, DIM, PAGE), token, DIM))
+            v *= tl.load(v_steps_ptr + step_at(block_at(held, token, DIM, PAGE), token, DIM))
         score = tl.where(seen, score, float("-inf"))
         new_top = tl.maximum(top, score)
         origin = tl.where(new_top == float("-inf"), 0.0, new_top)  # a lane that has seen nothing: keeps -inf - -inf away
         weight = tl.exp2(score - origin)
         fade = tl.exp2(top - origin)
-        mixed = tl.where(seen[:, None], mixed * fade[:, None] + weight[:, None] * v.to(tl.float32)[None, :], mixed)
+        mixed = tl.where(seen[:, None], mixed * fade[:, None] + weight[:, None] * v[None, :], mixed)
         total = tl.where(seen, total * fade + weight, total)
         top = new_top
 
@@ -124,7 +127,7 @@ def tree_attention(
 ) -> torch.Tensor:
     """out [N, Hq, D] float32; the contract is the package's, `sinks` [Hq] float32. Nothing is read back from the device."""
     nodes, q_heads, dim = q.shape
-    kv_heads, page_size = store_k.shape[1], store_k.shape[-1]
+    kv_heads, page_size = store_k.shape[1], store_sizes(store_k)[1]
     out = torch.empty_like(q)
     if nodes == 0:
         return out
@@ -137,11 +140,12 @@ def tree_attention(
     top = out.new_empty(parts, nodes, q_heads)
     total = torch.empty_like(top)
     block_d = max(16, triton.next_power_of_2(dim))
+    store = Stored.of(store_k, store_v)
     _ordered_kernel[(tiles, kv_heads, parts)](
-        q.contiguous(), codes(store_k), codes(store_v), partial, top, total, sinks, inputs.positions, inputs.words,
+        q.contiguous(), *store.tensors, partial, top, total, sinks, inputs.positions, inputs.words,
         inputs.causal, inputs.row_ptr, inputs.page_table, inputs.kv_lens, scale * LOG2_E, window or 0, rows, nodes,
         inputs.page_table.shape[1], kv_heads, GROUPS=groups, DIM=dim, PAGE=page_size, BLOCK_Q=block_q, BLOCK_M=block_m,
-        BLOCK_D=block_d, SPLIT=SPLIT, WINDOWED=window is not None, FLOAT8=store_k.dtype == torch.float8_e4m3fn,
+        BLOCK_D=block_d, SPLIT=SPLIT, WINDOWED=window is not None, FLOAT8=store.float8,
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     _merge_kernel[(nodes * q_heads,)](

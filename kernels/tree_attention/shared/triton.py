@@ -5,14 +5,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.float8.triton import from_e4m3
+from kernels.tree_attention.stored import read_keys, read_steps, read_values
 
 
 @triton.jit(do_not_specialize=["window", "first", "last", "row", "keys", "nodes", "table_width", "split_keys", "place"])
 def _shared_kernel(
     q_ptr,  # [N, Hq, D] float32
-    k_ptr,  # [pages, Hkv, D, PAGE] float32, bfloat16, or uint8 (FLOAT8)
+    k_ptr,  # [pages, Hkv, D, PAGE] float32, bfloat16, or uint8 (FLOAT8); or bytes with steps
     v_ptr,  # [pages, Hkv, PAGE, D]
+    k_steps_ptr,  # the same memory as float32 where it is bytes with steps, else None
+    v_steps_ptr,
     out_ptr,  # [PARTS, N, Hq, D] float32, not yet divided by the sum
     top_ptr,  # [PARTS, N, Hq] float32 largest scaled score in base 2
     sum_ptr,  # [PARTS, N, Hq] float32
@@ -49,7 +51,7 @@ def _shared_kernel(
     lane_at = node.to(tl.int64) * (kv_heads * GROUPS) + head
     q = tl.load(q_ptr + lane_at[:, None] * DIM + channel[None, :], mask=live[:, None] & real[None, :], other=0.0)
     if not WIDEN:
-        q = q.to(tl.bfloat16 if FLOAT8 else k_ptr.dtype.element_ty)
+        q = q.to(tl.bfloat16 if k_ptr.dtype.element_ty == tl.uint8 else k_ptr.dtype.element_ty)
     position = tl.load(positions_ptr + node, mask=live, other=0)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -59,18 +61,16 @@ def _shared_kernel(
         key = start + tl.arange(0, BLOCK_N)
         inside = key < end
         page = tl.load(table_ptr + row * table_width + key // PAGE, mask=inside, other=0).to(tl.int64)
-        base = (page * kv_heads + kv_head) * (DIM * PAGE)
-        k_at = k_ptr + base[None, :] + channel[:, None] * PAGE + (key % PAGE)[None, :]
-        k = tl.load(k_at, mask=real[:, None] & inside[None, :], other=0)  # [D, keys]
-        v_at = v_ptr + base[:, None] + (key % PAGE)[:, None] * DIM + channel[None, :]
-        v = tl.load(v_at, mask=inside[:, None] & real[None, :], other=0)  # [keys, D]
-        if FLOAT8:
-            k, v = from_e4m3(k.to(tl.int32)), from_e4m3(v.to(tl.int32))
-            if not WIDEN:
-                k, v = k.to(tl.bfloat16), v.to(tl.bfloat16)
-        elif WIDEN:
-            k, v = k.to(tl.float32), v.to(tl.float32)
+        held, token = page * kv_heads + kv_head, key % PAGE
+        tile_mask = real[:, None] & inside[None, :]  # [D, keys]
+        k = read_keys(k_ptr, k_steps_ptr, held[None, :], token[None, :], channel[:, None], tile_mask, DIM, PAGE, FLOAT8, WIDEN)
+        tile_mask = inside[:, None] & real[None, :]  # [keys, D]
+        v = read_values(
+            v_ptr, v_steps_ptr, held[:, None], token[:, None], channel[None, :], tile_mask, DIM, PAGE, FLOAT8, WIDEN
+        )
         score = tl.dot(q, k, input_precision="ieee") * scale
+        if k_steps_ptr is not None:
+            score *= read_steps(k_steps_ptr, held, token, inside, DIM, PAGE)[None, :]
         seen = inside[None, :] & live[:, None]
         if WINDOWED:
             seen = seen & (position[:, None] - key[None, :] < window)
@@ -79,7 +79,10 @@ def _shared_kernel(
         origin = tl.where(new_top == float("-inf"), 0.0, new_top)
         weight = tl.exp2(score - origin[:, None])
         fade = tl.exp2(top - origin)
-        mixed = mixed * fade[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="ieee")
+        share = weight
+        if v_steps_ptr is not None:
+            share = tl.where(weight > 0.0, weight * read_steps(v_steps_ptr, held, token, inside, DIM, PAGE)[None, :], 0.0)
+        mixed = mixed * fade[:, None] + tl.dot(share.to(v.dtype), v, input_precision="ieee")
         total = total * fade + tl.sum(weight, axis=1)
         top = new_top
     lane_at += (place + split).to(tl.int64) * nodes * (kv_heads * GROUPS)
