@@ -114,6 +114,7 @@ def run_engine_process(
         gc.collect()
         gc.freeze()  # what was loaded lives as long as the process: keep the collector from walking it in the middle of a step
         inbox.grace = ORPHAN_GRACE_SECONDS
+        inbox.send(Stats(engine.stats()))  # first, so that a server that is ready has its figures
         inbox.send(ready)
         try:
             _serve(engine, inbox)
@@ -138,7 +139,6 @@ def _say_fatal(inbox: Inbox, error: BaseException) -> None:
 
 
 def _serve(engine: Engine, inbox: Inbox) -> None:
-    inbox.send(Stats(engine.stats()))
     next_stats = time.monotonic() + STATS_SECONDS
     fresh = True  # whether the last Stats still describe the engine
     while not inbox.closed:

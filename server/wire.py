@@ -49,7 +49,7 @@ class Events(msgspec.Struct, frozen=True, tag="events"):
 
 
 class Stats(msgspec.Struct, frozen=True, tag="stats"):
-    """Gauges and counters for /metrics and /ready, sent about once a second and when idle begins. See Engine.stats()."""
+    """Gauges and counters for /metrics and /ready, sent before Ready, about once a second and when idle begins. See Engine.stats()."""
 
     values: dict[str, Any]
 
