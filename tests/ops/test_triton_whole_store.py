@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -80,9 +82,10 @@ def test_attention(name: str, split_keys: int | None) -> None:
     check(make_case(rows, **options), split_keys)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("split_keys", [None, 64])
 @pytest.mark.parametrize("window", [None, 20])
-def test_sinks(window: int | None) -> None:
-    check(make_case((Shape(150, 9), Shape(3, 12, "deep")), window=window, with_sinks=True), None)
+def test_sinks(window: int | None, split_keys: int | None) -> None:
+    check(make_case((Shape(150, 9), Shape(3, 12, "deep")), window=window, with_sinks=True), split_keys)
 
 
 def check(case: AttentionCase, split_keys: int | None) -> None:
@@ -100,3 +103,20 @@ def test_one_key_at_a_time(window: int | None) -> None:
     inputs = to_device((case.q, store.k[0], store.v[0], case.inputs))
     got = ordered_triton.tree_attention(*inputs, case.scale, window, to_device(case.sinks))
     torch.testing.assert_close(got.cpu(), dequantised(case, store), atol=FLOAT32_ORDER, rtol=FLOAT32_ORDER)
+
+
+def test_one_key_at_a_time_gives_the_same_bits_alone_and_in_company() -> None:
+    case = make_case((Shape(70, 5, "deep"), Shape(33, 20, "chain")))
+    store = as_bytes(case)
+    first, second = case.inputs.row_ptr[1:].tolist()
+    row = replace(
+        case.inputs,
+        **{name: getattr(case.inputs, name)[:first] for name in ("input_ids", "positions", "slots", "words")},
+        **{name: getattr(case.inputs, name)[:1] for name in ("causal", "page_table", "kv_lens")},
+        row_ptr=case.inputs.row_ptr[:2],
+    )
+    tensors = to_device((store.k[0], store.v[0]))
+    both = ordered_triton.tree_attention(to_device(case.q), *tensors, to_device(case.inputs), case.scale, None)
+    alone = ordered_triton.tree_attention(to_device(case.q[:first]), *tensors, to_device(row), case.scale, None)
+    assert second > first
+    assert torch.equal(both[:first], alone)
