@@ -11,7 +11,7 @@ Every repeat is a tenant of its own, so neither prefix pages nor drafts come fro
 prompt of a short category comes round. Both engines stay for a whole load, as a server's would.
 
 Every pair is printed as soon as it is known; then a table of categories by loads (median over repeats of drafting over plain) and, last, one
-JSON line with the least of them. About half an hour for 13 categories at loads 1, 4 and 16 on two cores.
+JSON line with the least of them. About twenty minutes for 13 categories at loads 1, 4 and 16 on two cores.
 A cell in which no step was a full one (long prompts, short answers) is named in "unmeasured"; the others are told all the same.
 Exit code 1 when an answer differed between the engines, a cell is unmeasured, or the least ratio is below --least.
 """

@@ -9,7 +9,7 @@ import triton.language as tl
 from kernels.batch import KVTensors, store_sizes
 from kernels.float8.reference import codes
 from kernels.float8.triton import rounded
-from kernels.whole_store.triton import block_at, encoded, key_at, step_at, steps, value_at
+from kernels.whole_store.triton import block_at, keep_key, keep_value, key_at, step_at, steps, value_at
 
 
 @triton.jit
@@ -75,16 +75,10 @@ def _write_whole_kernel(
     row = (index * heads + head) * DIM + channel
     first = tl.load(rows_k_ptr + row, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(rows_k_ptr + row + HALF, mask=inside, other=0.0).to(tl.float32)
-    low, high, step = encoded(first, second)
-    tl.store(store_k_ptr + key_at(block, channel, token), low, mask=inside)
-    tl.store(store_k_ptr + key_at(block, HALF + channel, token), high, mask=inside)
-    tl.store(k_steps_ptr + step_at(block, token, DIM), step)
+    keep_key(store_k_ptr, k_steps_ptr, block, token, channel, inside, first, second, DIM)
     first = tl.load(rows_v_ptr + row, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(rows_v_ptr + row + HALF, mask=inside, other=0.0).to(tl.float32)
-    low, high, step = encoded(first, second)
-    tl.store(store_v_ptr + value_at(block, channel, token, DIM), low, mask=inside)
-    tl.store(store_v_ptr + value_at(block, HALF + channel, token, DIM), high, mask=inside)
-    tl.store(v_steps_ptr + step_at(block, token, DIM), step)
+    keep_value(store_v_ptr, v_steps_ptr, block, token, channel, inside, first, second, DIM)
 
 
 @triton.jit(do_not_specialize=["moved"])

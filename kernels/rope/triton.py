@@ -11,7 +11,7 @@ import triton.language as tl
 from kernels.batch import store_sizes
 from kernels.float8.reference import codes
 from kernels.float8.triton import rounded
-from kernels.whole_store.triton import block_at, encoded, key_at, step_at, steps, value_at
+from kernels.whole_store.triton import block_at, keep_key, keep_value, steps
 
 
 @triton.jit
@@ -106,14 +106,9 @@ def _rope_write_kernel(
         v_first, v_second = tl.load(value, mask=inside, other=0.0), tl.load(value + HALF, mask=inside, other=0.0)
         if k_steps_ptr is not None:
             block = block_at(held, token, DIM, PAGE)
-            low, high, step = encoded(first, second)
-            tl.store(store_k_ptr + key_at(block, channel, token), low, mask=inside)
-            tl.store(store_k_ptr + key_at(block, HALF + channel, token), high, mask=inside)
-            tl.store(k_steps_ptr + step_at(block, token, DIM), step)
-            low, high, step = encoded(v_first.to(tl.float32), v_second.to(tl.float32))
-            tl.store(store_v_ptr + value_at(block, channel, token, DIM), low, mask=inside)
-            tl.store(store_v_ptr + value_at(block, HALF + channel, token, DIM), high, mask=inside)
-            tl.store(v_steps_ptr + step_at(block, token, DIM), step)
+            keep_key(store_k_ptr, k_steps_ptr, block, token, channel, inside, first, second, DIM)
+            v_first, v_second = v_first.to(tl.float32), v_second.to(tl.float32)
+            keep_value(store_v_ptr, v_steps_ptr, block, token, channel, inside, v_first, v_second, DIM)
         else:
             base = held * (DIM * PAGE)
             k_out = store_k_ptr + base + channel * PAGE + token

@@ -157,8 +157,8 @@ def _attention_kernel(
             v_ptr, v_steps_ptr, held[:, None], (key % PAGE)[:, None], channel[None, :], tile_mask, DIM, PAGE, FLOAT8, WIDEN
         )
         share = weight
-        if v_steps_ptr is not None:  # an unseen key's step may be anything
-            share = tl.where(weight > 0.0, weight * read_steps(v_steps_ptr, held, key % PAGE, inside, DIM, PAGE)[None, :], 0.0)
+        if v_steps_ptr is not None:  # an unseen key's step may be anything, but a broken score must stay one
+            share = tl.where(weight == 0.0, 0.0, weight * read_steps(v_steps_ptr, held, key % PAGE, inside, DIM, PAGE)[None, :])
         mixed = mixed * fade[:, None] + tl.dot(share.to(v.dtype), v, input_precision="ieee")
         total = total * fade + tl.sum(weight, axis=1)
         top = new_top

@@ -9,6 +9,10 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.linear import LEAST
+
+_LEAST = tl.constexpr(LEAST)
+
 
 def steps(store: torch.Tensor) -> torch.Tensor | None:
     """The store's memory as float32; None when it is kept in another form."""
@@ -51,10 +55,28 @@ def encoded(first, second):
     finite = tl.min(_is_finite(first), axis=0) + tl.min(_is_finite(second), axis=0) == 2
     first, second = tl.where(finite, first, 0.0), tl.where(finite, second, 0.0)
     largest = tl.maximum(tl.max(tl.abs(first), axis=0), tl.max(tl.abs(second), axis=0))
-    empty = largest < 7.888609052210118e-31  # 2^-100
+    empty = largest < _LEAST
     by = tl.where(empty, 0.0, tl.div_rn(127.0, tl.where(empty, 1.0, largest)))
     step = tl.where(empty, 0.0, tl.div_rn(largest, 127.0))
     return _codes(first, by), _codes(second, by), tl.where(finite, step, float("nan"))
+
+
+@triton.jit
+def keep_key(store_ptr, steps_ptr, block, token, channel, inside, first, second, DIM: tl.constexpr):
+    """Put a key's halves (channels `channel` and DIM/2 + `channel`) into its place."""
+    low, high, step = encoded(first, second)
+    tl.store(store_ptr + key_at(block, channel, token), low, mask=inside)
+    tl.store(store_ptr + key_at(block, DIM // 2 + channel, token), high, mask=inside)
+    tl.store(steps_ptr + step_at(block, token, DIM), step)
+
+
+@triton.jit
+def keep_value(store_ptr, steps_ptr, block, token, channel, inside, first, second, DIM: tl.constexpr):
+    """The same of a value."""
+    low, high, step = encoded(first, second)
+    tl.store(store_ptr + value_at(block, channel, token, DIM), low, mask=inside)
+    tl.store(store_ptr + value_at(block, DIM // 2 + channel, token, DIM), high, mask=inside)
+    tl.store(steps_ptr + step_at(block, token, DIM), step)
 
 
 @triton.jit

@@ -13,7 +13,7 @@ from attention_cases import ODD_ROWS, AttentionCase, Shape, as_bytes, dequantise
 from device import DEVICE, to_device
 from toy import rope_tables
 
-from kernels.batch import KVTensors
+from kernels.batch import KVTensors, store_sizes
 from kernels.kv_slots import reference as slots
 from kernels.kv_slots import triton as slots_triton
 from kernels.rope import reference as rope
@@ -120,3 +120,26 @@ def test_one_key_at_a_time_gives_the_same_bits_alone_and_in_company() -> None:
     alone = ordered_triton.tree_attention(to_device(case.q[:first]), *tensors, to_device(row), case.scale, None)
     assert second > first
     assert torch.equal(both[:first], alone)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("split_keys", [None, 64])
+@pytest.mark.parametrize("which", ["key", "value"])
+def test_a_broken_token_breaks_those_who_see_it_and_nobody_else(which: str, split_keys: int | None) -> None:
+    """It must not pass for a number: the engine ends such a request, and only a value that is no number tells it to."""
+    case = make_case((Shape(70, 3, "chain"), Shape(90, 2, "chain")))
+    store = as_bytes(case)
+    first = int(case.inputs.row_ptr[1])
+    page = int(case.inputs.page_table[0, 1])
+    bad, good = torch.full((1, *store_row(store)), torch.nan), torch.ones(1, *store_row(store))
+    at = torch.tensor([page * store.page_size + 3], dtype=torch.int32)
+    slots.write(bad if which == "key" else good, good if which == "key" else bad, at, store.k[0], store.v[0])
+    inputs = to_device((case.q, store.k[0], store.v[0], case.inputs))
+    got = attention_triton.tree_attention(*inputs, case.scale, case.window, split_keys=split_keys).cpu()
+    assert got[:first].isnan().flatten(1).any(1).all()
+    assert got[first:].isfinite().all()
+
+
+def store_row(store: KVTensors) -> tuple[int, int]:
+    """Heads and channels of a token."""
+    return store.k.shape[2], store_sizes(store.k)[0]

@@ -81,7 +81,7 @@ def _shared_kernel(
         fade = tl.exp2(top - origin)
         share = weight
         if v_steps_ptr is not None:
-            share = tl.where(weight > 0.0, weight * read_steps(v_steps_ptr, held, token, inside, DIM, PAGE)[None, :], 0.0)
+            share = tl.where(weight == 0.0, 0.0, weight * read_steps(v_steps_ptr, held, token, inside, DIM, PAGE)[None, :])
         mixed = mixed * fade[:, None] + tl.dot(share.to(v.dtype), v, input_precision="ieee")
         total = total * fade + tl.sum(weight, axis=1)
         top = new_top
